@@ -1,0 +1,97 @@
+"""What a backend is to the rest of the compiler, and what a call is to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from attngen.codegen.printer import Dialect
+from attngen.codegen.toolchain import Toolchain
+from attngen.schedule.plan import KernelPlan
+from attngen.target import Target
+from attngen.variant import OpName, Variant
+
+# A loaded kernel: call it with the number of programs and the arguments in the plan's order (tensors and ints).
+Launch = Callable[[int, Sequence["torch.Tensor | int"]], None]
+
+
+class Backend(Toolchain, Protocol):
+    """One toolchain and its template folder.
+
+    Attributes:
+        name: also the folder's name under ``templates/``.
+        suffix: of source files.
+        dialect: spelling of expressions.
+        kinds: target kinds it builds for.
+    """
+
+    name: str
+    suffix: str
+    dialect: Dialect
+    kinds: tuple[str, ...]
+
+    def check(self, variant: Variant, op: OpName, target: Target) -> None:
+        """Capabilities.
+
+        Raises:
+            UnsupportedError: this backend cannot run ``op`` of the variant on the target; names what would work.
+        """
+
+    def flags(self, plan: KernelPlan) -> tuple[str, ...]:
+        """Build options of a kernel, explicit and in a fixed order; part of the cache key."""
+
+    def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
+        """Load a built kernel into this process, for one device."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the requests of one call lie. Index tensors are int32 and contiguous, on the device of q.
+
+    Attributes:
+        batch: requests.
+        qo_len: padded query length; 0 where queries are ragged.
+        kv_len: padded key length, or the keys a page table can hold; 0 where keys are ragged.
+        num_tokens: query rows over all requests (padded ones counted).
+        num_keys: key rows over all requests; 0 where the cache is paged.
+        page_table_stride: elements between requests in ``page_table``; 0 for CSR, whose rows start at ``page_indptr``; then
+            ``kv_lens`` holds the tokens of each last page.
+    """
+
+    batch: int
+    qo_len: int
+    kv_len: int
+    num_tokens: int
+    num_keys: int = 0
+    qo_indptr: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    qo_lens: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    page_table_stride: int = 0
+    page_indptr: torch.Tensor | None = None
+    q_offset: torch.Tensor | None = None
+    kv_offset: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The checked tensors of one call.
+
+    Attributes:
+        q: ``[batch, qo_len, num_qo_heads, head_dim_qk]`` or ``[nnz, num_qo_heads, head_dim_qk]``.
+        k, v: ``[batch, kv_len, num_kv_heads, dim]``, ``[nnz, num_kv_heads, dim]`` or pages
+            ``[num_pages, page_size, num_kv_heads, dim]``.
+        batch: where requests lie.
+        params: run-time tensors by name, contiguous.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    batch: Batch
+    params: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,136 @@
+"""Triton: NVIDIA and AMD GPUs, and its interpreter on the CPU. Compiles for any target without its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attngen.backends import launcher
+from attngen.backends.base import Launch
+from attngen.backends.ptxas import Ptxas, choose_ptxas
+from attngen.backends.triton_compile import compile_kernel, excerpt, triton_folder, triton_version
+from attngen.backends.triton_launch import load_hip, load_interpreted
+from attngen.codegen.dialects import TritonDialect
+from attngen.codegen.printer import Dialect
+from attngen.codegen.render import RenderedKernel
+from attngen.codegen.toolchain import BuildResult
+from attngen.dtypes import DTYPES
+from attngen.errors import BuildError, UnsupportedError
+from attngen.schedule.plan import Arg, KernelPlan
+from attngen.settings import Settings
+from attngen.target import Target
+from attngen.variant import OpName, Variant
+
+# Bytes by which addresses and strides of q, k, v, out and their gradients are divisible, so that Triton loads vectors.
+ALIGNMENT = 16
+
+# Triton's own choice since 3.7: ptxas 13 allocates registers wrongly at its default level.
+_PTXAS_OPTIONS = "ptx_options=--regAllocOptLevel=2"
+
+
+class TritonBackend:
+    """Triton 3.6 or newer."""
+
+    name = "triton"
+    suffix = ".py"
+    dialect: Dialect = TritonDialect()
+    kinds: tuple[str, ...] = ("cuda", "hip", "interpret")
+
+    def check(self, variant: Variant, op: OpName, target: Target) -> None:  # noqa: ARG002  # every op is supported
+        """Capabilities; see :meth:`attngen.backends.base.Backend.check`."""
+        if target.kind not in self.kinds:
+            raise UnsupportedError(
+                f"backend triton does not build for {target}",
+                where="backend",
+                why="it makes kernels for GPUs, and for its interpreter",
+                fix="leave backend out, or use a target like 'cuda:sm90a', 'hip:gfx942' or 'interpret'",
+            )
+        if target.kind == "interpret" and "bf16" in (variant.dtype, variant.kv_dtype):
+            raise UnsupportedError(
+                "Triton's interpreter cannot run bf16",
+                where="spec.dtype",
+                why="its matrix product of bf16 is wrong",
+                fix="use dtype fp32 or fp16 with target='interpret'",
+            )
+
+    def flags(self, plan: KernelPlan) -> tuple[str, ...]:
+        """Options of ``triton.compile``, then ``arg:<name>=<type>[:<divisor>]`` for each argument."""
+        options = [f"num_warps={plan.tiles.num_warps}", f"num_stages={plan.tiles.num_stages}"]
+        if plan.target.kind == "cuda":
+            options.append(_PTXAS_OPTIONS)
+        divisors = argument_divisors(plan.args)
+        for arg in plan.args:
+            kind = f"*{DTYPES[arg.element].triton_name}" if arg.is_pointer else arg.type
+            options.append(f"arg:{arg.name}={kind}" + (f":{divisors[arg.name]}" if arg.name in divisors else ""))
+        return tuple(options)
+
+    def fingerprint(self, target: Target) -> str | None:
+        """Version of Triton and, for NVIDIA, of ptxas."""
+        folder, version = triton_folder(), triton_version()
+        if folder is None or version is None:
+            return None
+        ptxas = _ptxas(target, folder)
+        return f"triton-{version} ptxas-{ptxas.identity}" if ptxas else f"triton-{version}"
+
+    def build(self, kernel: RenderedKernel, folder: Path) -> BuildResult:
+        """Compile for a GPU; for the interpreter the source is the binary."""
+        triton = triton_folder()
+        if triton is None:
+            raise BuildError(
+                f"{kernel.entry} cannot be built: there is no triton",
+                where=f"target {kernel.target}",
+                why="the package is not installed",
+                fix="pip install attngen[triton]",
+            )
+        if kernel.target.kind == "interpret":
+            return _check_syntax(kernel)
+        return compile_kernel(kernel, folder, triton, _ptxas(kernel.target, triton))
+
+    def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
+        """A function that launches the kernel on the device's current stream."""
+        if plan.target.kind == "interpret":
+            return load_interpreted(binary, plan.entry)
+        if plan.target.kind == "hip":
+            return load_hip(binary, plan, device)
+        return launcher.load(
+            binary,
+            plan.entry,
+            plan.args,
+            device,
+            threads=metadata["num_warps"] * metadata["warp_size"],
+            shared=metadata["shared"],
+            trailing_pointers=2,
+        )
+
+
+def argument_divisors(args: tuple[Arg, ...]) -> dict[str, int]:
+    """What callers promise of tensors with strides: divisors of addresses (in bytes) and of strides (in elements)."""
+    divisors = {}
+    for pointer, stride in pairwise(args):
+        if pointer.is_pointer and stride.name == f"{pointer.name}_stride_b":
+            divisors[pointer.name] = ALIGNMENT
+            for axis in "bth":
+                divisors[f"{pointer.name}_stride_{axis}"] = ALIGNMENT // DTYPES[pointer.element].itemsize
+    return divisors
+
+
+def _ptxas(target: Target, triton: Path) -> Ptxas | None:
+    return choose_ptxas(Settings.from_env().ptxas, triton) if target.kind == "cuda" else None
+
+
+def _check_syntax(kernel: RenderedKernel) -> BuildResult:
+    file = f"{kernel.entry}{kernel.suffix}"
+    try:
+        compile(kernel.source, file, "exec")
+    except SyntaxError as error:
+        raise BuildError(
+            f"{kernel.entry} is no Python",
+            where=f"{file}, line {error.lineno}",
+            why="\n".join([error.msg, *excerpt(kernel.source, error.lineno)]),
+            fix="report it, with the source from `attngen explain`",
+        ) from error
+    return BuildResult(binary=file)

@@ -1,0 +1,92 @@
+"""What templates see under the name ``emit``: the variant's expressions, spelled in the kernel's language."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from attngen.codegen.printer import Dialect, Printer, float32_literal, print_expr
+from attngen.ir.differentiate import differentiate, param_gradients
+from attngen.ir.expr import SCORE, TRUE, Const, Expr, Load
+from attngen.schedule.plan import KernelPlan
+
+
+@dataclass(frozen=True)
+class ParamGradient:
+    """One contribution ``d_<param>[offset] += dlogit * value``, where ``valid`` holds.
+
+    Attributes:
+        param: name of the parameter.
+        offset, valid, value: texts; ``valid`` is empty where the index is known to be inside.
+    """
+
+    param: str
+    offset: str
+    valid: str
+    value: str
+
+
+class Emit:
+    """Expression printer of one kernel. Keyword arguments name coordinates and give their text in the kernel."""
+
+    def __init__(self, plan: KernelPlan, dialect: Dialect) -> None:
+        self._plan, self._dialect = plan, dialect
+        self._params = {param.name: param for param in plan.variant.params}
+
+    def expr(self, expr: Expr, **names: str) -> str:
+        """Any expression; ``qo_len`` and ``kv_len`` spell themselves."""
+        return print_expr(expr, self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
+
+    @property
+    def has_score_mod(self) -> bool:
+        """Whether the logit differs from the scaled dot product."""
+        return self._plan.variant.has_score_mod
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether any key inside a request may be hidden."""
+        return self._plan.variant.mask != TRUE
+
+    def score(self, **names: str) -> str:
+        """The logit; coordinates ``score b h q k``."""
+        return self.expr(self._plan.variant.score, **names)
+
+    def mask(self, **names: str) -> str:
+        """The mask, a bool; coordinates ``b h q k``."""
+        return self.expr(self._plan.variant.mask, **names)
+
+    @cached_property
+    def _dscore(self) -> Expr:
+        return differentiate(self._plan.variant.score, SCORE)
+
+    @property
+    def score_slope_is_one(self) -> bool:
+        """Whether d logit / d score is identically 1 (additive biases)."""
+        return self._dscore == Const(1.0)
+
+    def dscore(self, **names: str) -> str:
+        """Derivative of the logit with respect to the scaled score; coordinates ``score b h q k``."""
+        return self.expr(self._dscore, **names)
+
+    def param_gradients(self, **names: str) -> list[ParamGradient]:
+        """Contributions of one logit to the gradients of the floating parameters."""
+        return [self._param_gradient(load, slope, names) for load, slope in param_gradients(self._plan.variant.score)
+                if any(p.name == load.param for p in self._plan.variant.gradient_params)]
+
+    def _param_gradient(self, load: Load, slope: Expr, names: dict[str, str]) -> ParamGradient:
+        printer = Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
+        param = self._params[load.param]
+        return ParamGradient(
+            param=load.param,
+            offset=printer.offset(param, load.indices),
+            valid=printer.valid(param, load.indices) or "",
+            value=self.expr(slope, **names),
+        )
+
+    def f32(self, value: float) -> str:
+        """A float32 literal."""
+        return self._dialect.constant(float(value))
+
+    def digits(self, value: float) -> str:
+        """The shortest decimal of a float32, without suffix."""
+        return float32_literal(value)

@@ -1,0 +1,139 @@
+"""Expr -> text of a kernel language."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Protocol
+
+from attngen.errors import SpecError
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Select, Type, Unary
+from attngen.ir.params import Param
+
+_ATOM, _PRODUCT, _SUM, _LOOSE = 3, 2, 1, 0
+_INFIX = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT), "div": ("/", _PRODUCT)}
+_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+
+class Dialect(Protocol):
+    """What differs between kernel languages. Operands arrive as text that is safe inside parentheses or between commas."""
+
+    def constant(self, value: bool | int | float) -> str:
+        """A literal of type bool, i32 or f32."""
+
+    def call(self, function: str, *operands: str) -> str:
+        """A unary function, or one of floordiv, mod, min, max, pow, select."""
+
+    def cast(self, text: str, to: Type) -> str:
+        """A conversion to bool, i32 or f32."""
+
+    def invert(self, text: str) -> str:
+        """Logical not of a parenthesized operand."""
+
+    def load(self, param: Param, offset: str, valid: str | None) -> str:
+        """The element at ``offset`` as f32, i32 or bool; 0 where ``valid`` does not hold."""
+
+
+def print_expr(expr: Expr, dialect: Dialect, names: Mapping[str, str], params: Mapping[str, Param]) -> str:
+    """``expr`` in ``dialect``, each coordinate spelled as ``names`` says.
+
+    Raises:
+        SpecError: the expression uses a coordinate that has no spelling here.
+    """
+    return Printer(dialect, names, params).text(expr, _LOOSE)
+
+
+def float32_literal(value: float) -> str:
+    """The shortest decimal that reads back as the same float32.
+
+    Raises:
+        SpecError: the value is finite but too large for float32.
+    """
+    try:
+        rounded = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        raise SpecError(f"{value!r} does not fit float32", where="expression", fix="use a smaller constant") from None
+    for digits in range(1, 10):
+        text = f"{rounded:.{digits}g}"
+        if struct.pack("<f", float(text)) == struct.pack("<f", rounded):
+            break
+    return text if any(c in text for c in ".en") else f"{text}.0"
+
+
+class Printer:
+    def __init__(self, dialect: Dialect, names: Mapping[str, str], params: Mapping[str, Param]) -> None:
+        self.dialect, self.names, self.params = dialect, names, params
+
+    def text(self, expr: Expr, context: int) -> str:
+        """``expr``, parenthesized if it binds less tightly than ``context``."""
+        text, binds = self._print(expr)
+        return f"({text})" if binds < context else text
+
+    def _print(self, expr: Expr) -> tuple[str, int]:
+        match expr:
+            case Const(value):
+                text = self.dialect.constant(value)
+                return text, _SUM if text.startswith("-") else _ATOM
+            case Coord(name):
+                return self._coordinate(name), _ATOM
+            case Load(param, indices):
+                return self._load(self.params[param], indices), _ATOM
+            case Unary("neg", x):
+                return f"-{self.text(x, _ATOM)}", _SUM
+            case Unary("not", x):
+                return self.dialect.invert(self.text(x, _ATOM)), _ATOM
+            case Unary(op, x):
+                return self.dialect.call(op, self.text(x, _LOOSE)), _ATOM
+            case Binary("and" | "or" as op, x, y):
+                sign = "&" if op == "and" else "|"
+                return f"{self.text(x, _ATOM)} {sign} {self.text(y, _ATOM)}", _LOOSE
+            case Binary(op, x, y) if op in _INFIX:
+                sign, level = _INFIX[op]
+                right_context = level + 1 if op in ("sub", "div") or y.type == "f32" else level
+                return f"{self.text(x, level)} {sign} {self.text(y, right_context)}", level
+            case Binary(op, x, y):
+                return self.dialect.call(op, self.text(x, _LOOSE), self.text(y, _LOOSE)), _ATOM
+            case Compare(op, x, y):
+                return f"{self.text(x, _SUM)} {_COMPARE[op]} {self.text(y, _SUM)}", _LOOSE
+            case Select(condition, x, y):
+                parts = (self.text(part, _LOOSE) for part in (condition, x, y))
+                return self.dialect.call("select", *parts), _ATOM
+            case Cast(x, to):
+                return self.dialect.cast(self.text(x, _LOOSE), to), _ATOM
+        raise TypeError(f"no spelling for {type(expr).__name__}")
+
+    def _coordinate(self, name: str) -> str:
+        if name not in self.names:
+            raise SpecError(
+                f"{name!r} has no value here",
+                where="expression",
+                why=f"this part of the kernel knows {', '.join(sorted(self.names))}",
+                fix="use another coordinate",
+            )
+        return self.names[name]
+
+    def _load(self, param: Param, indices: tuple[Expr, ...]) -> str:
+        offset, valid = self.offset(param, indices), self.valid(param, indices)
+        return self.dialect.load(param, offset, valid)
+
+    def offset(self, param: Param, indices: tuple[Expr, ...]) -> str:
+        """Element offset of ``param[indices]`` in a contiguous tensor."""
+        if not indices:
+            return "0"
+        text = self.text(indices[0], _LOOSE if len(indices) == 1 else _ATOM)
+        if len(indices) > 1:
+            text = self.dialect.call("widen", text)
+        for axis, index in enumerate(indices[1:], start=1):
+            level = _PRODUCT if axis == 1 else _ATOM
+            text = f"{text if level == _PRODUCT else f'({text})'} * {param.name}_dim{axis} + {self.text(index, _SUM)}"
+        return text
+
+    def valid(self, param: Param, indices: tuple[Expr, ...]) -> str | None:
+        """Condition that every index lies inside the parameter; ``None`` where that is known."""
+        tests = []
+        for axis, (index, dim) in enumerate(zip(indices, param.dims, strict=True)):
+            if (index, dim) in ((Coord("h"), "num_qo_heads"), (Coord("b"), "batch")):
+                continue
+            text = self.text(index, _SUM)
+            tests.append(f"({text} >= 0) & ({text} < {param.name}_dim{axis})")
+        return " & ".join(tests) or None

@@ -1,0 +1,217 @@
+"""The whole path of a compile, top to bottom.
+
+==================  ===========================================  ======================
+stage               function                                     value it returns
+==================  ===========================================  ======================
+normalize           :func:`attngen.variant.normalize`            ``Variant``
+choose_schedule     :func:`attngen.schedule.choose_schedule`     ``OpPlan``
+render              :func:`attngen.codegen.render.render`        ``RenderedKernel``
+build               :meth:`attngen.store.Store.get_or_build`     ``Artifact``
+bind                :class:`attngen.ops.Op`                      ``Op``
+==================  ===========================================  ======================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from attngen.backends.base import Backend
+from attngen.backends.registry import backend as get_backend
+from attngen.backends.registry import default_backend
+from attngen.codegen.render import RenderedKernel, render
+from attngen.errors import ArgumentError, UnsupportedError
+from attngen.ops import BuiltKernel, Op, Ops
+from attngen.schedule import KernelPlan, OpPlan, choose_schedule
+from attngen.settings import Settings
+from attngen.spec import AttentionSpec
+from attngen.store import Store
+from attngen.target import Target
+from attngen.variant import OPS, OpName, normalize
+
+log = logging.getLogger("attngen")
+
+
+def compile(  # noqa: A001 - the name of the public contract
+    spec: AttentionSpec,
+    *,
+    target: str | Target | None = None,
+    ops: Iterable[OpName] | None = None,
+    backend: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Ops:
+    """Compile a spec into callable ops.
+
+    Args:
+        spec: the declaration.
+        target: ``cpu``, ``cuda:sm90a``, ``hip:gfx942``, ``interpret``, ...: build ahead of time for it, no such device needed.
+            When omitted, each call compiles for the device of its tensors on first need.
+        ops: what to build now; with a target, every op the spec has by default; without one, nothing before the first call.
+        backend: ``reference``, ``cpp`` or ``triton``; the fastest that serves the target by default (``ATTNGEN_BACKEND``).
+        progress: called with a line before each build.
+
+    Raises:
+        UnsupportedError: the backend or target cannot run an op of the spec that was asked for.
+        BuildError: a toolchain is missing or failed.
+    """
+    declared = None if target is None else Target.parse(target)
+    name = backend or Settings.from_env().backend
+    if name is not None:
+        get_backend(name)
+    resolver = _Resolver(spec, declared, name, progress)
+    wanted = tuple(ops) if ops is not None else None
+    for op in wanted or ():
+        if op not in OPS:
+            raise UnsupportedError(f"no op {op!r}", where="ops", why="it does not exist", fix=f"use {', '.join(OPS)}")
+    if wanted is not None or declared is not None:
+        resolver.build_now(wanted)
+    return Ops(spec, resolver, f"{declared}|{name}")
+
+
+def plan_op(spec: AttentionSpec, op: OpName, target: Target, backend: str) -> OpPlan:
+    """Normalize and schedule one op, checking that the backend can run it."""
+    variant = normalize(spec, op)
+    toolchain = get_backend(backend)
+    if toolchain is not None:
+        toolchain.check(variant, op, target)
+    return choose_schedule(variant, op, target, backend)
+
+
+def render_kernel(plan: KernelPlan) -> RenderedKernel:
+    """The source of one kernel, or its replacement from ``ATTNGEN_OVERRIDE_DIR``."""
+    toolchain = _toolchain(plan.backend)
+    kernel = render(plan, toolchain.dialect, toolchain.suffix, toolchain.flags(plan))
+    override = Settings.from_env().override_dir
+    if override:
+        path = Path(override) / f"{kernel.entry}{kernel.suffix}"
+        if path.is_file():
+            log.warning("attngen: source of %s replaced by %s", kernel.entry, path)
+            return replace(kernel, source=path.read_text(encoding="utf-8"))
+    return kernel
+
+
+def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None) -> Op:
+    """Render, build or find, and bind the kernels of one op; kernels that must be built are built side by side."""
+    toolchain = get_backend(plan.backend)
+    if toolchain is None:
+        return Op(plan, None, ())
+    settings = Settings.from_env()
+    store = Store.from_settings(settings)
+
+    def build(kernel: KernelPlan) -> BuiltKernel:
+        rendered = render_kernel(kernel)
+        artifact = store.find(rendered, toolchain.fingerprint(rendered.target))
+        if artifact is None:
+            if progress is not None:
+                progress(f"{kernel.entry} for {kernel.target}")
+            about = {"spec": spec.name or "", "op": plan.op, "backend": plan.backend, "explain": _explain(spec, plan)}
+            artifact = store.get_or_build(rendered, toolchain, about)
+        return BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata)
+
+    if len(plan.kernels) == 1:
+        return Op(plan, toolchain, [build(plan.kernels[0])])
+    with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
+        return Op(plan, toolchain, list(pool.map(build, plan.kernels)))
+
+
+def _explain(spec: AttentionSpec, plan: OpPlan) -> str:
+    source = spec.name or "SPEC.toml"
+    return f"attngen explain {source} --op {plan.op} --target {plan.target} --backend {plan.backend} --stage source"
+
+
+def _toolchain(name: str) -> Backend:
+    toolchain = get_backend(name)
+    if toolchain is None:
+        raise UnsupportedError(
+            f"{name} has no kernels", where="backend", why="it evaluates the variant directly", fix="use cpp or triton"
+        )
+    return toolchain
+
+
+@dataclass(frozen=True)
+class _Key:
+    op: OpName
+    target: Target
+    backend: str
+
+
+class _Resolver:
+    """Ops of one spec by op, target and backend: each compiled once a process, whichever thread asks first."""
+
+    def __init__(
+        self, spec: AttentionSpec, target: Target | None, backend: str | None, progress: Callable[[str], None] | None
+    ) -> None:
+        self.spec, self.target, self.backend, self.progress = spec, target, backend, progress
+        self._ops: dict[_Key, Future[Op]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, op: OpName, device: torch.device | None) -> Op:
+        target = self._target(device)
+        key = _Key(op, target, self.backend or default_backend(target))
+        with self._lock:
+            future = self._ops.get(key)
+            mine = future is None
+            if future is None:
+                future = self._ops[key] = Future()
+        if mine:
+            try:
+                future.set_result(build_op(self.spec, plan_op(self.spec, op, target, key.backend), self.progress))
+            except BaseException as error:
+                with self._lock:
+                    del self._ops[key]
+                future.set_exception(error)
+        return future.result()
+
+    def build_now(self, ops: tuple[OpName, ...] | None) -> None:
+        """Build the ops side by side; without a list, those the spec has."""
+
+        def build(op: OpName) -> None:
+            try:
+                self(op, None)
+            except UnsupportedError:
+                if ops is not None:
+                    raise
+
+        with ThreadPoolExecutor(max_workers=len(OPS)) as pool:
+            list(pool.map(build, ops or OPS))
+
+    def _target(self, device: torch.device | None) -> Target:
+        if device is None:
+            return self.target or Target.parse("cpu") if not torch.cuda.is_available() else self.target or device_target(
+                torch.device("cuda", torch.cuda.current_device())
+            )
+        if self.target is None:
+            return device_target(device)
+        kind = "cuda" if self.target.kind in ("cuda", "hip") else "cpu"
+        if device.type != kind or (kind == "cuda" and device_target(device) != self.target):
+            raise ArgumentError(
+                f"q is on {device}",
+                where="q",
+                why=f"these ops were compiled for {self.target}",
+                fix="compile without target=, or for this device",
+            )
+        return self.target
+
+
+def device_target(device: torch.device) -> Target:
+    """The target of a torch device; looked up each time, since devices of one host may differ.
+
+    Raises:
+        UnsupportedError: no backend serves such a device.
+    """
+    if device.type == "cpu":
+        return Target.parse("cpu")
+    if device.type == "cuda" and torch.version.hip:
+        return Target.parse(f"hip:{torch.cuda.get_device_properties(device).gcnArchName.split(':')[0]}")
+    if device.type == "cuda":
+        return Target.from_cuda_capability(*torch.cuda.get_device_capability(device))
+    raise UnsupportedError(
+        f"no backend serves {device.type} tensors", where="device", why="kernels run on cpu and cuda", fix="move the tensors"
+    )

@@ -1,0 +1,39 @@
+"""The element types attngen stores tensors in, one row each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DTypeName = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """One storage type.
+
+    Attributes:
+        name: attngen's name, as written in specs.
+        torch_name: attribute of ``torch`` that holds the dtype.
+        itemsize: bytes an element.
+        triton_name: element name in Triton signatures and ``tl``.
+        cpp_name: type name in generated C++ (defined by the templates' dtype partial).
+    """
+
+    name: str
+    torch_name: str
+    itemsize: int
+    triton_name: str
+    cpp_name: str
+
+
+DTYPES: dict[str, DType] = {
+    row.name: row
+    for row in (
+        DType("fp32", "float32", 4, "fp32", "float"),
+        DType("bf16", "bfloat16", 2, "bf16", "bf16_t"),
+        DType("fp16", "float16", 2, "fp16", "fp16_t"),
+        DType("i32", "int32", 4, "i32", "int32_t"),
+        DType("bool", "bool", 1, "i1", "bool"),
+    )
+}

@@ -1,0 +1,217 @@
+"""What each stage of a compile made of a spec, as text."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from attngen.compiler import compile as compile_spec
+from attngen.compiler import plan_op, render_kernel
+from attngen.errors import SpecError, UnsupportedError
+from attngen.ir.expr import Expr
+from attngen.ir.intervals import Span
+from attngen.ir.text import to_text
+from attngen.ops.op import BuiltKernel
+from attngen.schedule import KernelPlan, OpPlan
+from attngen.spec import AttentionSpec
+from attngen.target import Target
+from attngen.variant import OpName, Variant, normalize
+
+Stage = Literal["spec", "variant", "plan", "source", "asm"]
+_WIDTH = 14
+_ASSEMBLY = ("*.ptx", "*.amdgcn")
+
+
+@dataclass(frozen=True)
+class Section:
+    """One text of a stage; ``source`` and ``asm`` have one a kernel.
+
+    Attributes:
+        title: what it is, for people; not part of the text.
+        text: whole lines.
+        language: name of the Pygments lexer.
+    """
+
+    title: str
+    text: str
+    language: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to explain.
+
+    Attributes:
+        spec, op, target, backend: as for :func:`attngen.compile`.
+        kernel: only the kernel of this schedule (``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``); empty for all.
+    """
+
+    spec: AttentionSpec
+    op: OpName
+    target: Target
+    backend: str
+    kernel: str = ""
+
+
+def explain(request: Request, stage: Stage) -> list[Section]:
+    """The texts of a stage.
+
+    Raises:
+        AttngenError: the op does not compile this far.
+    """
+    name = request.spec.name or "spec"
+    if stage == "spec":
+        return [Section(name, request.spec.to_toml(), "toml")]
+    if stage == "variant":
+        return [Section(f"{request.op} of {name}", variant_text(normalize(request.spec, request.op)), "text")]
+    plan = plan_op(request.spec, request.op, request.target, request.backend)
+    if stage == "plan":
+        kernels = _chosen(request, plan.kernels) if request.kernel else plan.kernels
+        return [Section(f"{request.op} of {name}", plan_text(plan, kernels), "text")]
+    if not plan.kernels:
+        raise UnsupportedError(
+            f"{plan.backend} has no kernels",
+            where="backend",
+            why="it evaluates the variant directly",
+            fix="see --stage variant, or use another --backend",
+        )
+    if stage == "source":
+        return [source_section(kernel) for kernel in _chosen(request, plan.kernels)]
+    ops = compile_spec(request.spec, target=request.target, ops=(request.op,), backend=request.backend)
+    wanted = {kernel.schedule for kernel in _chosen(request, plan.kernels)}
+    return [asm_section(built) for built in ops.op(request.op).kernels if built.plan.schedule in wanted]
+
+
+def variant_text(variant: Variant) -> str:
+    """Every field of a variant, its expressions as Python."""
+    lines = []
+    for field in fields(variant):
+        value = getattr(variant, field.name)
+        if isinstance(value, Expr):
+            lines.append(_line(field.name, expr_text(value)))
+        elif field.name == "params":
+            shown = [f"{param.name} {param.dtype} [{', '.join(map(str, param.dims))}]" for param in variant.params]
+            lines.append(_line(field.name, "; ".join(shown) or "none"))
+        else:
+            lines.append(_line(field.name, str(value)))
+    return "".join(lines)
+
+
+def plan_text(plan: OpPlan, kernels: Iterable[KernelPlan]) -> str:
+    """Kernels in launch order, with everything that was decided about them."""
+    number = len(plan.kernels)
+    parts = [f"{plan.op} for {plan.target} by {plan.backend}: {number} kernel{'' if number == 1 else 's'}\n"]
+    return "\n".join([*parts, *map(kernel_text, kernels)])
+
+
+def kernel_text(kernel: KernelPlan) -> str:
+    """One kernel of a plan."""
+    tiles, variant = kernel.tiles, kernel.variant
+    resources = f", {tiles.num_warps} warps, {tiles.num_stages} stages" if tiles.num_warps else ""
+    row = f"token x head of a group of {variant.group_size}" if kernel.packed else "token"
+    lines = [f"{kernel.schedule}: {kernel.entry}\n", _line("grid", grid_rule(kernel))]
+    if kernel.schedule in ("merge", "delta"):
+        lines.append(_line("tile", f"{tiles.q} rows of (token, head){resources}"))
+    else:
+        lines += [
+            _line("tile", f"{tiles.q} queries x {tiles.kv} keys{resources}; a row is one {row}"),
+            _line("head dims", f"qk {variant.head_dim_qk} in {kernel.block_qk}, vo {variant.head_dim_vo} in {kernel.block_vo}"),
+        ]
+        if kernel.split:
+            lines.append(_line("splits", f"clamp(keys // {kernel.min_split}, 1, {kernel.max_splits}) parts a request"))
+        lines += _span_lines("queries", kernel.queries) if kernel.schedule == "dkdv" else _span_lines("keys", kernel.keys)
+        lines += [_line("tile any", expr_text(kernel.tile.any)), _line("tile all", expr_text(kernel.tile.all))]
+    width = max(len(arg.name) for arg in kernel.args)
+    lines += [_line("args" if not index else "", f"{arg.name:<{width}}  {arg.type}") for index, arg in enumerate(kernel.args)]
+    return "".join(lines)
+
+
+def grid_rule(kernel: KernelPlan) -> str:
+    """How many programs run, in the names of the kernel's arguments."""
+    variant, tiles = kernel.variant, kernel.tiles
+    if kernel.schedule in ("merge", "delta"):
+        return f"ceil(num_tokens * {variant.num_qo_heads} / {tiles.q})"
+    by_key = kernel.schedule == "dkdv"
+    heads = variant.num_kv_heads if by_key or kernel.packed else variant.num_qo_heads
+    tile, layout = (tiles.kv, variant.kv_layout) if by_key else (tiles.q, variant.q_layout)
+    rows = f" * {variant.group_size}" if kernel.packed else ""
+    padded, ragged = ("kv_len", "nnz_kv") if by_key else ("qo_len", "nnz_q")
+    number = f"{ragged}{rows} // {tile} + batch" if layout == "ragged" else f"batch * ceil({padded}{rows} / {tile})"
+    return f"num_tiles * {heads}{' * num_splits' if kernel.split else ''}, num_tiles = {number}"
+
+
+def source_section(kernel: KernelPlan) -> Section:
+    """The source of a kernel, byte for byte as it is built."""
+    rendered = render_kernel(kernel)
+    language = {".py": "python", ".cpp": "cpp", ".cu": "cuda"}.get(rendered.suffix, "text")
+    return Section(f"{rendered.entry}{rendered.suffix}", rendered.source, language)
+
+
+def asm_section(built: BuiltKernel) -> Section:
+    """The machine code of a kernel: the assembly in its cache folder, or its library disassembled.
+
+    Raises:
+        UnsupportedError: there is none, or no tool that shows it.
+    """
+    for pattern in _ASSEMBLY:
+        for path in sorted(built.folder.glob(pattern)):
+            return Section(path.name, path.read_text(encoding="utf-8"), "ptx" if path.suffix == ".ptx" else "gas")
+    if built.plan.target.kind != "cpu":
+        raise UnsupportedError(
+            f"{built.plan.entry} has no machine code",
+            where=f"target {built.plan.target}",
+            why="it is run from its source",
+            fix="see --stage source",
+        )
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        raise UnsupportedError(
+            f"{built.binary.name} cannot be disassembled",
+            where="--stage asm",
+            why="objdump is not on PATH",
+            fix="install binutils",
+        )
+    command = [objdump, "-d", "-C", "--no-show-raw-insn", str(built.binary)]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if result.returncode:
+        why = result.stderr.strip()
+        raise UnsupportedError("objdump failed", where=str(built.binary), why=why, fix="see --stage source")
+    return Section(built.binary.name, result.stdout.replace(str(built.binary), built.binary.name).lstrip(), "objdump")
+
+
+def expr_text(expr: Expr | None) -> str:
+    """An expression as Python; what has grown too large to be read is only measured."""
+    if expr is None:
+        return "unbounded"
+    try:
+        return to_text(expr)
+    except SpecError:
+        return f"an expression of {sum(1 for _ in expr.walk())} nodes"
+
+
+def _span_lines(side: str, span: Span) -> list[str]:
+    exact = "no part of it can be skipped" if span.exact else "its tiles are tested one by one"
+    whole = f"{expr_text(span.full_lo)} .. {expr_text(span.full_hi)}" if span.has_full else "none"
+    return [
+        _line(side, f"{expr_text(span.lo)} .. {expr_text(span.hi)} ({exact})"),
+        _line("unmasked", whole),
+    ]
+
+
+def _chosen(request: Request, kernels: tuple[KernelPlan, ...]) -> tuple[KernelPlan, ...]:
+    chosen = tuple(kernel for kernel in kernels if request.kernel in ("", kernel.schedule))
+    if not chosen:
+        raise UnsupportedError(
+            f"{request.op} has no kernel {request.kernel!r}",
+            where="--kernel",
+            why=f"its kernels are {', '.join(kernel.schedule for kernel in kernels)}",
+            fix="use one of them, or leave --kernel out",
+        )
+    return chosen
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<{_WIDTH}}{text}\n"

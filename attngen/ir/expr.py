@@ -1,0 +1,310 @@
+"""The expression language of masks and score mods.
+
+Grammar (every node is frozen, hashable and typed)::
+
+    Expr    = Const(value, type)             1, 0.5, True
+            | Coord(name, type)              b h q k qo_len kv_len score, and q0 q1 k0 k1 in tile bounds
+            | Load(param, indices, type)     slopes[h]; an index outside the parameter reads 0
+            | Unary(op, x)                   neg not abs floor exp exp2 log log2 sqrt rsqrt tanh sigmoid sin cos
+            | Binary(op, x, y)               add sub mul div floordiv mod min max pow and or
+            | Compare(op, x, y)              lt le gt ge eq ne
+            | Select(condition, x, y)        condition ? x : y
+            | Cast(x, type)                  i32 f32 bool
+    type    = "bool" | "i32" | "f32"
+
+Positions and indices are ``i32``, values ``f32``; ``//`` and ``%`` floor as in Python. The functions at the end build nodes
+with type promotion (bool -> i32 -> f32) and nothing else; algebra lives in passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from attngen.errors import SpecError
+
+Type = Literal["bool", "i32", "f32"]
+_RANK: dict[str, int] = {"bool": 0, "i32": 1, "f32": 2}
+
+COORDS: dict[str, Type] = {
+    "b": "i32",
+    "h": "i32",
+    "q": "i32",
+    "k": "i32",
+    "qo_len": "i32",
+    "kv_len": "i32",
+    "score": "f32",
+    "q0": "i32",
+    "q1": "i32",
+    "k0": "i32",
+    "k1": "i32",
+}
+
+FLOAT_UNARY = ("floor", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")
+UNARY = ("neg", "not", "abs", *FLOAT_UNARY)
+ARITHMETIC = ("add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "pow")
+BINARY = (*ARITHMETIC, "and", "or")
+COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+@dataclass(frozen=True)
+class Expr:
+    """Base of all nodes; ``type`` is the element type of the value."""
+
+    @property
+    def type(self) -> Type:
+        raise TypeError("Expr is abstract")
+
+    def children(self) -> tuple[Expr, ...]:
+        """Direct operands, in order."""
+        found: list[Expr] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Expr):
+                found.append(value)
+            elif isinstance(value, tuple):
+                found.extend(v for v in value if isinstance(v, Expr))
+        return tuple(found)
+
+    def rebuild(self, children: tuple[Expr, ...]) -> Expr:
+        """The same node over other operands (as many as :meth:`children` gives)."""
+        queue = iter(children)
+        changes: dict[str, object] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Expr):
+                changes[field.name] = next(queue)
+            elif isinstance(value, tuple) and value and isinstance(value[0], Expr):
+                changes[field.name] = tuple(next(queue) for _ in value)
+        return replace(self, **changes) if changes else self
+
+    def walk(self) -> Iterator[Expr]:
+        """This node and everything below it, operands first."""
+        for child in self.children():
+            yield from child.walk()
+        yield self
+
+
+@dataclass(frozen=True)
+class Const(Expr):
+    """A literal; floats are kept as Python floats (binary64) until printed."""
+
+    value: bool | int | float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, float) and self.value != self.value:
+            raise SpecError("nan is not a constant", where="expression", why="no comparison with nan is true", fix="remove it")
+
+    # 1, 1.0 and True are equal in Python but different constants here.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and (type(self.value), self.value) == (type(other.value), other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value).__name__, self.value))
+
+    @property
+    def type(self) -> Type:
+        return "bool" if isinstance(self.value, bool) else "i32" if isinstance(self.value, int) else "f32"
+
+
+@dataclass(frozen=True)
+class Coord(Expr):
+    """A coordinate of the logit (``b h q k``), a length of its request, the score itself, or a tile corner."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in COORDS:
+            raise SpecError(
+                f"unknown name {self.name!r}", where="expression", why="it is no coordinate", fix=f"use {', '.join(COORDS)}"
+            )
+
+    @property
+    def type(self) -> Type:
+        return COORDS[self.name]
+
+
+@dataclass(frozen=True)
+class Load(Expr):
+    """Element ``indices`` of runtime parameter ``param``; any index out of range reads 0."""
+
+    param: str
+    indices: tuple[Expr, ...]
+    dtype: Type
+
+    @property
+    def type(self) -> Type:
+        return self.dtype
+
+
+@dataclass(frozen=True)
+class Unary(Expr):
+    op: str
+    x: Expr
+
+    @property
+    def type(self) -> Type:
+        return "bool" if self.op == "not" else self.x.type if self.op in ("neg", "abs") else "f32"
+
+
+@dataclass(frozen=True)
+class Binary(Expr):
+    op: str
+    x: Expr
+    y: Expr
+
+    @property
+    def type(self) -> Type:
+        return "bool" if self.op in ("and", "or") else self.x.type
+
+
+@dataclass(frozen=True)
+class Compare(Expr):
+    op: str
+    x: Expr
+    y: Expr
+
+    @property
+    def type(self) -> Type:
+        return "bool"
+
+
+@dataclass(frozen=True)
+class Select(Expr):
+    condition: Expr
+    x: Expr
+    y: Expr
+
+    @property
+    def type(self) -> Type:
+        return self.x.type
+
+
+@dataclass(frozen=True)
+class Cast(Expr):
+    x: Expr
+    to: Type
+
+    @property
+    def type(self) -> Type:
+        return self.to
+
+
+ExprLike = Expr | bool | int | float
+
+TRUE, FALSE = Const(True), Const(False)
+B, H, Q, K, QO_LEN, KV_LEN, SCORE = (Coord(n) for n in ("b", "h", "q", "k", "qo_len", "kv_len", "score"))
+Q0, Q1, K0, K1 = (Coord(n) for n in ("q0", "q1", "k0", "k1"))
+
+
+def lift(value: ExprLike) -> Expr:
+    """A node for a Python number; nodes pass through.
+
+    Raises:
+        SpecError: the value is neither.
+    """
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return Const(value)
+    raise SpecError(
+        f"cannot use a {type(value).__name__} in an expression",
+        where="expression",
+        why="only numbers, coordinates and declared parameters have a meaning in a kernel",
+        fix="pass tensors as ag.Tensor(...) parameters or close over a torch.Tensor",
+    )
+
+
+def cast(x: ExprLike, to: Type) -> Expr:
+    """``x`` as ``to``; constants convert at once."""
+    x = lift(x)
+    if x.type == to:
+        return x
+    if isinstance(x, Const):
+        return Const({"bool": bool, "i32": int, "f32": float}[to](x.value))
+    return Cast(x, to)
+
+
+def _promote(*xs: ExprLike, at_least: Type = "bool") -> list[Expr]:
+    nodes = [lift(x) for x in xs]
+    widest = max((*(n.type for n in nodes), at_least), key=_RANK.__getitem__)
+    return [cast(n, widest) for n in nodes]
+
+
+def unary(op: str, x: ExprLike) -> Expr:
+    """Apply one of :data:`UNARY`; float functions promote to f32, ``neg``/``abs`` keep the type (bool becomes i32)."""
+    x = lift(x)
+    if op == "not":
+        return Unary("not", cast(x, "bool"))
+    if op in ("neg", "abs"):
+        return Unary(op, _promote(x, at_least="i32")[0])
+    if op not in FLOAT_UNARY:
+        raise SpecError(f"unknown function {op!r}", where="expression", fix=f"use one of {', '.join(UNARY)}")
+    return Unary(op, cast(x, "f32"))
+
+
+def binary(op: str, x: ExprLike, y: ExprLike) -> Expr:
+    """Apply one of :data:`BINARY` after promotion. ``div`` and ``pow`` give f32, ``and``/``or`` need and give bool."""
+    if op in ("and", "or"):
+        return Binary(op, cast(x, "bool"), cast(y, "bool"))
+    if op not in ARITHMETIC:
+        raise SpecError(f"unknown operator {op!r}", where="expression", fix=f"use one of {', '.join(BINARY)}")
+    left, right = _promote(x, y, at_least="f32" if op in ("div", "pow") else "i32")
+    return Binary(op, left, right)
+
+
+def compare(op: str, x: ExprLike, y: ExprLike) -> Expr:
+    """Compare after promotion; the result is bool."""
+    if op not in COMPARE:
+        raise SpecError(f"unknown comparison {op!r}", where="expression", fix=f"use one of {', '.join(COMPARE)}")
+    left, right = _promote(x, y)
+    return Compare(op, left, right)
+
+
+def select(condition: ExprLike, x: ExprLike, y: ExprLike) -> Expr:
+    """``x`` where ``condition`` holds, else ``y``."""
+    left, right = _promote(x, y)
+    return Select(cast(condition, "bool"), left, right)
+
+
+def and_(x: ExprLike, y: ExprLike) -> Expr:
+    """Logical and, with the neutral and absorbing constants removed."""
+    x, y = cast(x, "bool"), cast(y, "bool")
+    if FALSE in (x, y):
+        return FALSE
+    return y if x == TRUE else x if y == TRUE else Binary("and", x, y)
+
+
+def or_(x: ExprLike, y: ExprLike) -> Expr:
+    """Logical or, with the neutral and absorbing constants removed."""
+    x, y = cast(x, "bool"), cast(y, "bool")
+    if TRUE in (x, y):
+        return TRUE
+    return y if x == FALSE else x if y == FALSE else Binary("or", x, y)
+
+
+def not_(x: ExprLike) -> Expr:
+    """Logical not, folded for constants and double negation."""
+    x = cast(x, "bool")
+    if isinstance(x, Const):
+        return Const(not x.value)
+    return x.x if isinstance(x, Unary) and x.op == "not" else Unary("not", x)
+
+
+def substitute(expr: Expr, replacements: dict[Expr, Expr]) -> Expr:
+    """``expr`` with every occurrence of a key replaced by its value (keys are matched whole, top down)."""
+    if expr in replacements:
+        return replacements[expr]
+    children = expr.children()
+    return expr.rebuild(tuple(substitute(c, replacements) for c in children)) if children else expr
+
+
+def coords(expr: Expr) -> frozenset[str]:
+    """Names of the coordinates that ``expr`` depends on."""
+    return frozenset(node.name for node in expr.walk() if isinstance(node, Coord))
+
+
+def params(expr: Expr) -> frozenset[str]:
+    """Names of the runtime parameters that ``expr`` loads."""
+    return frozenset(node.param for node in expr.walk() if isinstance(node, Load))

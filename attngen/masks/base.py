@@ -1,0 +1,94 @@
+"""What a mask is: a boolean expression over ``b, h, q, k`` that combines with ``& | ~``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from attngen.ir.expr import Expr, and_, not_, or_
+from attngen.ir.params import Param
+from attngen.model import SpecModel
+
+if TYPE_CHECKING:
+    from attngen.masks import Mask
+
+
+class MaskMod(SpecModel):
+    """A declared mask. True keeps the pair (query ``q``, key ``k``)."""
+
+    def expr(self) -> Expr:
+        """The mask as a bool expression."""
+        raise NotImplementedError(type(self).__name__)
+
+    def params(self) -> tuple[Param, ...]:
+        """Run-time tensors the expression loads."""
+        return ()
+
+    def defaults(self) -> dict[str, Any]:
+        """Tensors captured at declaration, by parameter name. They live in this Python object only."""
+        return {}
+
+    def __and__(self, other: MaskMod) -> And:
+        return And(operands=(self, other))
+
+    def __or__(self, other: MaskMod) -> Or:
+        return Or(operands=(self, other))
+
+    def __invert__(self) -> Not:
+        return Not(operand=self)
+
+
+class _Combination(MaskMod):
+    def _operands(self) -> tuple[MaskMod, ...]:
+        raise NotImplementedError(type(self).__name__)
+
+    def params(self) -> tuple[Param, ...]:
+        return tuple(dict.fromkeys(param for mask in self._operands() for param in mask.params()))
+
+    def defaults(self) -> dict[str, Any]:
+        return {name: tensor for mask in self._operands() for name, tensor in mask.defaults().items()}
+
+    def _fold(self, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+        return reduce(combine, (mask.expr() for mask in self._operands()))
+
+
+class And(_Combination):
+    """``a & b``: keys that every operand keeps."""
+
+    kind: Literal["and"] = "and"
+    operands: tuple[Mask, ...] = Field(min_length=1)
+
+    def _operands(self) -> tuple[MaskMod, ...]:
+        return self.operands
+
+    def expr(self) -> Expr:
+        return self._fold(and_)
+
+
+class Or(_Combination):
+    """``a | b``: keys that some operand keeps."""
+
+    kind: Literal["or"] = "or"
+    operands: tuple[Mask, ...] = Field(min_length=1)
+
+    def _operands(self) -> tuple[MaskMod, ...]:
+        return self.operands
+
+    def expr(self) -> Expr:
+        return self._fold(or_)
+
+
+class Not(_Combination):
+    """``~a``: keys that the operand drops."""
+
+    kind: Literal["not"] = "not"
+    operand: Mask
+
+    def _operands(self) -> tuple[MaskMod, ...]:
+        return (self.operand,)
+
+    def expr(self) -> Expr:
+        return not_(self.operand.expr())

@@ -1,0 +1,69 @@
+"""Inputs -> values of kernel arguments, by the names of :mod:`attngen.schedule.arguments`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from attngen.backends.base import Batch, Inputs
+from attngen.ops.checks import torch_dtype
+from attngen.schedule.plan import Arg, KernelPlan
+
+Value = torch.Tensor | int
+
+
+def tensor_values(name: str, tensor: torch.Tensor) -> dict[str, Value]:
+    """A tensor ``[(request or page,) token, head, dim]`` and its strides in elements; the request stride of a ragged one is 0."""
+    strides = tensor.stride()
+    request = strides[0] if tensor.dim() == 4 else 0
+    token, head = strides[-3], strides[-2]
+    return {name: tensor, f"{name}_stride_b": request, f"{name}_stride_t": token, f"{name}_stride_h": head}
+
+
+def input_values(inputs: Inputs) -> dict[str, Value]:
+    """Values of everything that describes the inputs of a call."""
+    values = tensor_values("q", inputs.q) | tensor_values("k", inputs.k) | tensor_values("v", inputs.v)
+    values |= batch_values(inputs.batch)
+    for name, tensor in inputs.params.items():
+        values[name] = tensor
+        values |= {f"{name}_dim{axis}": size for axis, size in enumerate(tensor.shape)}
+    return values
+
+
+def batch_values(batch: Batch) -> dict[str, Value]:
+    """Values of the lengths and index tensors; absent ones stay out and become dummies."""
+    values: dict[str, Value] = {
+        "batch": batch.batch,
+        "qo_len": batch.qo_len,
+        "kv_len": batch.kv_len,
+        "num_tokens": batch.num_tokens,
+        "page_table_stride": batch.page_table_stride,
+    }
+    for name in ("qo_indptr", "kv_indptr", "page_table", "page_indptr"):
+        tensor = getattr(batch, name)
+        if tensor is not None:
+            values[name] = tensor
+    for name in ("qo_lens", "kv_lens", "q_offset", "kv_offset"):
+        tensor = getattr(batch, name)
+        values[f"has_{name}"] = int(tensor is not None)
+        if tensor is not None:
+            values[name] = tensor
+    return values
+
+
+def ordered(plan: KernelPlan, values: Mapping[str, Value], device: torch.device) -> list[Value]:
+    """The plan's arguments in order; an absent pointer becomes a one-element dummy that the kernel does not read."""
+    return [values[arg.name] if arg.name in values else _absent(arg, device) for arg in plan.args]
+
+
+def _absent(arg: Arg, device: torch.device) -> torch.Tensor:
+    if not arg.is_pointer:
+        raise KeyError(arg.name)
+    return _dummy(arg.element, device)
+
+
+@cache
+def _dummy(dtype: str, device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch_dtype(dtype), device=device)

@@ -1,0 +1,296 @@
+"""The public object: all ops of one spec."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from attngen.errors import ArgumentError, UnsupportedError
+from attngen.ops import torch_library
+from attngen.ops.batching import Cache, Lengths, collect_inputs
+from attngen.ops.checks import check_strides, check_tensor, torch_dtype
+from attngen.ops.op import Op, allocate_backward, allocate_forward, require_deterministic
+from attngen.spec import AttentionSpec
+from attngen.variant import OPS, OpName
+
+Params = Mapping[str, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+LOG2_E = 1.4426950408889634
+
+
+class Ops:
+    """Prefill, decode, backward and autograd attention of one spec.
+
+    Serves every device of its target; kernels are compiled, or loaded from the cache, when an op is first needed. Shapes are
+    those of the spec's storage: Contiguous ``q [batch, qo_len, num_qo_heads, head_dim_qk]`` and ``k, v [batch, kv_len,
+    num_kv_heads, dim]``; Ragged ``[nnz, heads, dim]`` with ``qo_indptr, kv_indptr`` int32 ``[batch + 1]``; Paged: ragged q and
+    a cache of ``[num_pages, page_size, num_kv_heads, dim]`` (NHD) or ``[num_pages, num_kv_heads, page_size, dim]`` (HND).
+
+    Every method raises :class:`ArgumentError` for tensors that do not fit, before anything is launched,
+    :class:`UnsupportedError` where the backend cannot run the op, and :class:`BuildError` where a toolchain fails.
+    """
+
+    def __init__(self, spec: AttentionSpec, resolve: Callable[[OpName, torch.device | None], Op], scope: str) -> None:
+        self.spec = spec
+        self._resolve = resolve
+        self._defaults = spec.defaults()
+        self._handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
+        torch_library.register(self._handle, self)
+
+    def op(self, name: OpName, device: torch.device | None = None) -> Op:
+        """The compiled op for ``device`` (for the declared target when omitted); built or loaded if needed."""
+        return self._resolve(name, device)
+
+    def warmup(self, *names: OpName, device: torch.device | str | None = None) -> None:
+        """Compile and load now: afterwards ``names`` (every op the spec has, by default) run under CUDA graph capture."""
+        place = None if device is None else torch.empty(0, device=device).device
+        for name in names or OPS:
+            try:
+                op = self.op(name, place)
+            except UnsupportedError:
+                if names:
+                    raise
+                continue
+            if op.kernels:
+                op.load(place or _default_device(op))
+
+    @property
+    def artifacts(self) -> dict[str, tuple[Path, ...]]:
+        """Cache folders of the kernels of each op the spec has, for the declared target."""
+        found = {}
+        for name in OPS:
+            try:
+                found[name] = tuple(kernel.folder for kernel in self.op(name).kernels)
+            except UnsupportedError:
+                continue
+        return found
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: Cache,
+        v: torch.Tensor | None = None,
+        *,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_last_page_len: torch.Tensor | None = None,
+        qo_lens: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
+        q_offset: torch.Tensor | None = None,
+        kv_offset: torch.Tensor | None = None,
+        params: Params | None = None,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: Literal["e", "log2"] = "e",
+        partial: bool = False,
+    ) -> Result:
+        """Attention of many queries a request.
+
+        Args:
+            k: keys, or for Paged the cache: ``(k_cache, v_cache)`` or one tensor stacked after ``num_pages``.
+            qo_indptr, kv_indptr: int32 ``[batch + 1]``; ``kv_indptr`` counts tokens (Ragged) or pages (Paged, CSR form).
+            page_table: int32 ``[batch, max_pages]``, with ``kv_lens``; or CSR ``kv_indptr, kv_indices, kv_last_page_len``.
+            qo_lens, kv_lens: int32 ``[batch]``, valid lengths of padded rows; padded queries give out 0 and lse -inf.
+            q_offset, kv_offset: int32 ``[batch]``, positions of the first query (default ``kv_len - qo_len``) and key (0).
+            params: run-time tensors of mask and score mods by name; captured ones default to what was captured.
+            out: buffer for the result, ``[..., num_qo_heads, head_dim_vo]``.
+            return_lse: also return the log-sum-exp of the logits over visible keys, fp32 ``[..., num_qo_heads]``.
+            lse_base: unit of lse: natural logarithm or base 2.
+            partial: results over part of the keys, to be merged with :func:`merge_states`; plain softmax results already are.
+
+        Returns:
+            out in the spec's out dtype, or ``(out, lse)``.
+        """
+        lengths = Lengths(
+            qo_indptr, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset
+        )
+        return self._forward("prefill", q, k, v, lengths, params, out, return_lse, lse_base)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: Cache,
+        v: torch.Tensor | None = None,
+        *,
+        kv_indptr: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_last_page_len: torch.Tensor | None = None,
+        qo_lens: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
+        q_offset: torch.Tensor | None = None,
+        kv_offset: torch.Tensor | None = None,
+        params: Params | None = None,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: Literal["e", "log2"] = "e",
+        partial: bool = False,
+    ) -> Result:
+        """Attention of one query token a request, ``q [batch, num_qo_heads, head_dim_qk]``, or a few, ``[batch, qo_len, ...]``.
+
+        The keys of a request are divided among programs by its own length alone, so that a result does not depend on its
+        neighbours. Arguments and result as for :meth:`prefill`.
+        """
+        lengths = Lengths(None, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset)
+        return self._forward("decode", q, k, v, lengths, params, out, return_lse, lse_base)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        qo_lens: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
+        q_offset: torch.Tensor | None = None,
+        kv_offset: torch.Tensor | None = None,
+        params: Params | None = None,
+        return_lse: bool = False,
+    ) -> Result:
+        """Prefill with autograd: gradients reach q, k, v, floating parameters, and flow through lse too."""
+        lengths = Lengths(qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset)
+        out, lse = torch_library.attention(self._handle, "prefill", q, k, v, lengths, self._with_defaults(params))
+        return (out, lse) if return_lse else out
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        dlse: torch.Tensor | None = None,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        qo_lens: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
+        q_offset: torch.Tensor | None = None,
+        kv_offset: torch.Tensor | None = None,
+        params: Params | None = None,
+        deterministic: bool = False,
+    ) -> Gradients:
+        """Gradients of :meth:`prefill`, recomputing the weights from ``lse``; no memory that grows with the square of a length.
+
+        Args:
+            dout: gradient of out, same shape and dtype.
+            out, lse: what prefill returned (lse in natural logarithm).
+            dlse: gradient of lse, fp32, same shape.
+            deterministic: raise :class:`UnsupportedError` unless every gradient is bitwise repeatable (dq, dk, dv always are).
+
+        Returns:
+            ``(dq, dk, dv, dparams)``: dense, in the shapes and dtypes of q, k, v; ``dparams`` by parameter name.
+        """
+        lengths = Lengths(qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset)
+        given = self._with_defaults(params)
+        if torch.compiler.is_compiling():
+            dq, dk, dv, *rest = torch_library.backward(self._handle, dout, dlse, q, k, v, out, lse, lengths, given)
+            return dq, dk, dv, dict(zip(given, rest, strict=True))
+        return self.run_backward(dout, q, k, v, out, lse, dlse, lengths, given, deterministic=deterministic)
+
+    def _forward(
+        self,
+        name: OpName,
+        q: torch.Tensor,
+        k: Cache,
+        v: torch.Tensor | None,
+        lengths: Lengths,
+        params: Params | None,
+        out: torch.Tensor | None,
+        return_lse: bool,
+        lse_base: str,
+    ) -> Result:
+        if lse_base not in ("e", "log2"):
+            raise ArgumentError(f"lse_base is {lse_base!r}", where="lse_base", why="it is a unit", fix="pass 'e' or 'log2'")
+        given = self._with_defaults(params)
+        if torch.compiler.is_compiling() and out is None:
+            result, lse = torch_library.attention(self._handle, name, q, k, v, lengths, given)
+        else:
+            result, lse = self.run_forward(name, q, k, v, lengths, given, out)
+        if not return_lse:
+            return result
+        return result, lse if lse_base == "e" else lse * LOG2_E
+
+    def run_forward(
+        self,
+        name: OpName,
+        q: torch.Tensor,
+        k: Cache,
+        v: torch.Tensor | None,
+        lengths: Lengths,
+        params: Params,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check, allocate and launch; what :meth:`prefill`, :meth:`decode` and the registered torch op share."""
+        if not isinstance(q, torch.Tensor):
+            raise ArgumentError(f"q is a {type(q).__name__}", where="q", why="a tensor is needed", fix="pass one")
+        op = self.op(name, q.device)
+        one_token = name == "decode" and q.dim() == 3
+        rows = q.unsqueeze(1) if one_token else q
+        inputs = collect_inputs(op.variant, self.spec.kv, rows, k, v, lengths, params)
+        if out is not None:
+            shape = (*q.shape[:-1], op.variant.head_dim_vo)
+            check_tensor("out", out, dtype=op.variant.out_dtype, shape=shape, axes="[..., num_qo_heads, head_dim_vo]", device=q.device)
+            out = check_strides("out", out).unsqueeze(1) if one_token else check_strides("out", out)
+        result, lse = allocate_forward(op, inputs, out)
+        if result.numel():
+            op.forward(inputs, result, lse)
+        return (result.squeeze(1) if one_token else result), lse.view(q.shape[:-1])
+
+    def run_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        lengths: Lengths,
+        params: Params,
+        *,
+        deterministic: bool = False,
+    ) -> Gradients:
+        """Check, allocate and launch; what :meth:`backward` and the registered torch op share."""
+        op = self.op("backward", q.device)
+        if deterministic:
+            require_deterministic(op)
+        inputs = collect_inputs(op.variant, self.spec.kv, q, k, v, lengths, params)
+        shape = (*q.shape[:-1], op.variant.head_dim_vo)
+        for label, tensor in (("dout", dout), ("out", out)):
+            check_tensor(label, tensor, dtype=op.variant.out_dtype, shape=shape, axes="[..., num_qo_heads, head_dim_vo]", device=q.device)
+        dense = []
+        for label, stat in (("lse", lse), ("dlse", dlse)):
+            if stat is not None or label == "lse":
+                stat = check_tensor(label, stat, dtype="fp32", shape=q.shape[:-1], axes="[..., num_qo_heads]", device=q.device)
+                dense.append(stat.contiguous().view(-1, op.variant.num_qo_heads))
+        grads = allocate_backward(op, inputs)
+        if q.numel() and k.numel():
+            rows = check_strides("dout", dout if dout.stride(-1) == 1 else dout.contiguous())
+            op.backward(inputs, rows, check_strides("out", out), dense[0], dense[1] if dlse is not None else None, grads)
+        else:
+            for grad in grads.values():
+                grad.zero_()
+        dparams = {p.name: grads[f"d_{p.name}"].to(torch_dtype(p.dtype)) for p in op.variant.gradient_params}
+        return grads["dq"], grads["dk"], grads["dv"], dparams
+
+    def _with_defaults(self, params: Params | None) -> dict[str, torch.Tensor]:
+        return {**self._defaults, **(params or {})} if self._defaults or params else {}
+
+    def __repr__(self) -> str:
+        return f"Ops({self.spec.name or 'unnamed'}, {self.spec.heads!r}, kv={self.spec.kv.kind})"
+
+
+def _default_device(op: Op) -> torch.device:
+    kind = "cuda" if op.plan.target.kind in ("cuda", "hip") else "cpu"
+    return torch.empty(0, device=kind).device

@@ -1,0 +1,170 @@
+"""Registered torch ops, so that calls trace under ``torch.compile`` and autograd flows.
+
+One op serves every spec: it names its :class:`Ops` by a handle made from the spec, so that a compiled graph means the same in
+every process that has compiled the same spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from attngen.errors import ArgumentError
+from attngen.ops.batching import Cache, Lengths
+from attngen.ops.checks import torch_dtype
+
+if TYPE_CHECKING:
+    from attngen.ops.ops import Ops
+
+_OPS: WeakValueDictionary[str, Ops] = WeakValueDictionary()
+
+
+def register(handle: str, ops: Ops) -> None:
+    """Make ``ops`` reachable from graphs under ``handle``."""
+    _OPS[handle] = ops
+
+
+def _lookup(handle: str) -> Ops:
+    if handle not in _OPS:
+        raise ArgumentError(
+            "the attention op of this graph is gone",
+            where=f"attngen::forward({handle!r})",
+            why="its Ops object was deleted, or the spec was not compiled in this process",
+            fix="keep the result of ag.compile alive",
+        )
+    return _OPS[handle]
+
+
+def _unflatten(indices: Sequence[torch.Tensor | None]) -> Lengths:
+    return Lengths(*indices)
+
+
+def _flatten(lengths: Lengths) -> list[torch.Tensor | None]:
+    return [getattr(lengths, field.name) for field in fields(lengths)]
+
+
+@torch.library.custom_op("attngen::forward", mutates_args=())
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    indices: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor],
+    names: str,
+    handle: str,
+    op: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ops = _lookup(handle)
+    cache: Cache = (k, v) if v is not None and ops.spec.kv.kind == "paged" else k
+    values = None if isinstance(cache, tuple) else v
+    given = dict(zip(names.split(","), params, strict=True)) if names else {}
+    out, lse = ops.run_forward(op, q, cache, values, _unflatten(indices), given)  # type: ignore[arg-type]
+    return out, lse
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    indices: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor],
+    names: str,
+    handle: str,
+    op: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = _lookup(handle).spec
+    out = q.new_empty((*q.shape[:-1], spec.heads.value_dim), dtype=torch_dtype(spec.out_dtype or spec.dtype))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("attngen::backward", mutates_args=())
+def _backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor],
+    names: str,
+    handle: str,
+) -> list[torch.Tensor]:
+    given = dict(zip(names.split(","), params, strict=True)) if names else {}
+    dq, dk, dv, dparams = _lookup(handle).run_backward(dout, q, k, v, out, lse, dlse, _unflatten(indices), given)
+    return [dq, dk, dv, *(dparams.get(name, torch.zeros_like(tensor)) for name, tensor in given.items())]
+
+
+@_backward.register_fake
+def _(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor],
+    names: str,
+    handle: str,
+) -> list[torch.Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in (q, k, v, *params)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, indices, params, ctx.names, ctx.handle, ctx.op = inputs
+    ctx.num_params, ctx.present = len(params), [index is not None for index in indices]
+    ctx.save_for_backward(q, k, v, *output, *(index for index in indices if index is not None), *params)
+    ctx.set_materialize_grads(False)
+
+
+def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    params = rest[len(rest) - ctx.num_params :]
+    found = iter(rest)
+    indices = [next(found) if present else None for present in ctx.present]
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, *dparams = torch.ops.attngen.backward(
+        dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle
+    )
+    given = [grad if tensor.is_floating_point() else None for grad, tensor in zip(dparams, params, strict=True)]
+    return dq, dk, dv, [None] * len(indices), given, None, None, None
+
+
+_forward.register_autograd(_grads, setup_context=_save)
+
+
+def attention(
+    handle: str, op: str, q: torch.Tensor, k: Cache, v: torch.Tensor | None, lengths: Lengths, params: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)`` through the dispatcher: traceable, differentiable."""
+    if isinstance(k, (tuple, list)):
+        k, v = k
+    return torch.ops.attngen.forward(  # type: ignore[no-any-return]
+        q, k, v, _flatten(lengths), list(params.values()), ",".join(params), handle, op
+    )
+
+
+def backward(
+    handle: str,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: Lengths,
+    params: Mapping[str, torch.Tensor],
+) -> list[torch.Tensor]:
+    """``[dq, dk, dv, *dparams]`` through the dispatcher: traceable."""
+    return torch.ops.attngen.backward(  # type: ignore[no-any-return]
+        dout, dlse, q, k, v, out, lse, _flatten(lengths), list(params.values()), ",".join(params), handle
+    )

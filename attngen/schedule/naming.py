@@ -1,0 +1,64 @@
+"""Kernel entry names, so that a profiler trace explains itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from attngen.ir.expr import TRUE, Binary, Compare, Const, Coord, Expr, Unary
+from attngen.variant import Variant
+
+
+def entry_name(variant: Variant, op: str, schedule: str) -> str:
+    """``prefill_causal_window4095_gqa2_bf16_d256``; kernels of an op beyond its main one add their schedule's name."""
+    parts = [op if schedule == "forward" else f"{op}_{schedule}", *mask_labels(variant.mask), *score_labels(variant.score)]
+    if variant.group_size > 1:
+        parts.append(f"gqa{variant.group_size}" if variant.num_kv_heads > 1 else f"mqa{variant.group_size}")
+    if variant.kv_layout == "paged":
+        parts.append(f"page{variant.page_size}")
+    elif variant.kv_layout == "ragged":
+        parts.append("ragged")
+    dims = f"d{variant.head_dim_qk}"
+    parts += [variant.dtype, dims if variant.head_dim_qk == variant.head_dim_vo else f"{dims}x{variant.head_dim_vo}"]
+    return re.sub(r"[^A-Za-z0-9_]", "_", "_".join(parts))
+
+
+def mask_labels(mask: Expr) -> list[str]:
+    """``causal``, ``window<left>``, ... for the conjuncts that are bands; ``mask`` for the rest."""
+    labels: dict[str, None] = {}
+    for term in _conjuncts(mask):
+        if term != TRUE:
+            labels[_band_label(term)] = None
+    return sorted(labels) or ["full"]
+
+
+def score_labels(score: Expr) -> list[str]:
+    """``softcap<cap>``, ``alibi``-like ``bias``, or ``score`` where the logit is modified."""
+    if isinstance(score, Coord):
+        return []
+    if any(isinstance(node, Unary) and node.op == "tanh" for node in score.walk()) and isinstance(score, Binary):
+        if score.op == "mul" and isinstance(score.x, Const):
+            return [f"softcap{score.x.value:g}".replace(".", "p").replace("+", "").replace("-", "m")]
+    return ["bias" if isinstance(score, Binary) and score.op == "add" and isinstance(score.x, Coord) else "score"]
+
+
+def _conjuncts(expr: Expr) -> Iterator[Expr]:
+    if isinstance(expr, Binary) and expr.op == "and":
+        yield from _conjuncts(expr.x)
+        yield from _conjuncts(expr.y)
+    else:
+        yield expr
+
+
+def _band_label(term: Expr) -> str:
+    if isinstance(term, Compare) and term.op == "le":
+        left, right = term.x, term.y
+        if left == Coord("k") and right == Coord("q"):
+            return "causal"
+        if right == Coord("k") and isinstance(left, Binary) and left.op == "sub" and left.x == Coord("q"):
+            if isinstance(left.y, Const):
+                return f"window{left.y.value}"
+        if right == Coord("q") and isinstance(left, Binary) and left.op == "sub" and left.x == Coord("k"):
+            if isinstance(left.y, Const):
+                return f"ahead{left.y.value}"
+    return "mask"

@@ -1,0 +1,96 @@
+"""The decisions of a compile, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.ir.intervals import Span, TileClass
+from attngen.target import Target
+from attngen.variant import OpName, Variant
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One kernel argument: ``type`` is ``i32``, ``i64`` or ``*<dtype>`` for a pointer."""
+
+    name: str
+    type: str
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.type.startswith("*")
+
+    @property
+    def element(self) -> str:
+        """Element dtype of a pointer, or the scalar's own type."""
+        return self.type.removeprefix("*")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes and resources of one kernel; a row of a backend's tile table.
+
+    Attributes:
+        q: rows (query tokens, or tokens times packed heads) a tile.
+        kv: keys a tile.
+        num_warps, num_stages: Triton's; 0 where a backend has no such thing.
+    """
+
+    q: int
+    kv: int
+    num_warps: int = 0
+    num_stages: int = 0
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Everything a template may ask.
+
+    Attributes:
+        schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``; also the template's file name.
+        entry: kernel name, made from the variant.
+        op: the op it serves.
+        variant, target, backend: what, for which device, by which toolchain.
+        tiles: tile sizes.
+        block_qk, block_vo: head dims as the kernel tiles them (padded where the backend needs powers of two).
+        packed: the query heads of a group share a tile: row = token * group_size + head in group.
+        split: keys are divided among programs that write partial results.
+        min_split, max_splits: a request of n keys is cut into ``clamp(n // min_split, 1, max_splits)`` parts.
+        args: kernel arguments in order.
+        keys: keys that a query tile ``[q0, q1]`` can see.
+        queries: queries that see a key tile ``[k0, k1]``.
+        tile: none/some/all of one tile.
+    """
+
+    schedule: str
+    entry: str
+    op: OpName
+    variant: Variant
+    target: Target
+    backend: str
+    tiles: Tiles
+    block_qk: int
+    block_vo: int
+    packed: bool
+    split: bool
+    min_split: int
+    max_splits: int
+    args: tuple[Arg, ...]
+    keys: Span
+    queries: Span
+    tile: TileClass
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """The kernels of one op, in launch order."""
+
+    op: OpName
+    backend: str
+    target: Target
+    variant: Variant
+    kernels: tuple[KernelPlan, ...]
+
+    def kernel(self, schedule: str) -> KernelPlan:
+        """The kernel that runs ``schedule``."""
+        return next(k for k in self.kernels if k.schedule == schedule)

@@ -1,0 +1,54 @@
+"""What all kernel plans share: tiles, padded head dims, and what a tile can see."""
+
+from __future__ import annotations
+
+from attngen.ir.intervals import classify, key_span, query_span
+from attngen.schedule.naming import entry_name
+from attngen.schedule.plan import Arg, KernelPlan
+from attngen.schedule.tables import choose_tiles, padded
+from attngen.target import Target
+from attngen.variant import OpName, Variant
+
+MIN_SPLIT = 512
+MAX_SPLITS = 64
+
+_UNIFORM = frozenset({"b", "qo_len", "kv_len"})
+
+
+def plan_kernel(
+    variant: Variant,
+    op: OpName,
+    schedule: str,
+    target: Target,
+    backend: str,
+    *,
+    args: tuple[Arg, ...],
+    packed: bool = False,
+    split: bool = False,
+) -> KernelPlan:
+    """A kernel's plan.
+
+    Args:
+        packed: query heads of a group share a tile, so bounds may not depend on the head.
+        split: keys are divided among programs.
+    """
+    uniform = _UNIFORM if packed or schedule == "dkdv" else _UNIFORM | {"h"}
+    return KernelPlan(
+        schedule=schedule,
+        entry=entry_name(variant, op, schedule),
+        op=op,
+        variant=variant,
+        target=target,
+        backend=backend,
+        tiles=choose_tiles(backend, op if schedule == "forward" else schedule, variant, target),
+        block_qk=padded(variant.head_dim_qk, backend),
+        block_vo=padded(variant.head_dim_vo, backend),
+        packed=packed,
+        split=split,
+        min_split=MIN_SPLIT,
+        max_splits=MAX_SPLITS,
+        args=args,
+        keys=key_span(variant.mask, uniform),
+        queries=query_span(variant.mask, uniform),
+        tile=classify(variant.mask, uniform),
+    )

@@ -1,0 +1,40 @@
+"""Specs from files and from the shipped collection."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from attngen.errors import SpecError
+from attngen.resources import resource_folder
+from attngen.spec.attention import AttentionSpec
+
+
+def shipped_specs() -> dict[str, Path]:
+    """Files of ``specs/`` by name, sorted."""
+    return {path.stem: path for path in sorted(resource_folder("specs").glob("*.toml"))}
+
+
+def load_spec(source: str | Path) -> AttentionSpec:
+    """Read a spec from a ``.toml`` or ``.json`` file, or by the name of a shipped one (``"llama3-8b"``).
+
+    Raises:
+        SpecError: no such file or name, text that is no TOML/JSON, or a field that is not valid.
+    """
+    path = Path(source)
+    if not path.suffix and str(source) in shipped_specs():
+        path = shipped_specs()[str(source)]
+    if not path.is_file():
+        raise SpecError(
+            f"no spec {str(source)!r}",
+            where="load_spec",
+            why="it is neither a file nor a shipped name",
+            fix=f"pass a .toml or .json file, or one of {', '.join(shipped_specs())}",
+        )
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        return AttentionSpec.model_validate_json(text)
+    try:
+        return AttentionSpec.model_validate(tomllib.loads(text), strict=False)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{path} is no TOML", where=str(path), why=str(error), fix="correct the file") from None

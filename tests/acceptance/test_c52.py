@@ -1,0 +1,51 @@
+"""C52: several processes compile the same kernel into a cold cache."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from attngen.settings import Settings
+from attngen.store import Store
+from tests.store.children import context, race
+
+PROCESSES = 16
+ROUNDS = 20
+
+
+def test_c52_racers_agree_and_every_key_is_built_once(tmp_path: Path) -> None:
+    barrier = context().Barrier(PROCESSES)
+    results = context().Queue()
+    racers = [
+        context().Process(target=race, args=(ROUNDS, number, tmp_path / "cache", barrier, results))
+        for number in range(PROCESSES)
+    ]
+    for racer in racers:
+        racer.start()
+
+    values: dict[tuple[int, int], list[int]] = {}
+    logs: dict[str, list[str]] = {"builds": [], "warnings": []}
+
+    def receive() -> None:
+        while not results.empty():
+            number, turn, value = results.get()
+            if turn in logs:
+                logs[turn] += value
+            else:
+                values[number, turn] = value
+
+    # Whatever has a final name is complete, at every moment of the race.
+    watcher = Store.from_settings(Settings(cache_dir=str(tmp_path / "cache")))
+    while any(racer.is_alive() for racer in racers):
+        assert watcher.verify() == {}
+        receive()
+        time.sleep(0.001)
+    receive()
+
+    assert [racer.exitcode for racer in racers] == [0] * PROCESSES
+    assert values == {(number, turn): [turn, turn] for number in range(PROCESSES) for turn in range(ROUNDS)}
+    assert logs["warnings"] == []
+    assert len(logs["builds"]) == ROUNDS
+    assert len(set(logs["builds"])) == ROUNDS
+    assert len(list(watcher.entries())) == ROUNDS
+    assert list((tmp_path / "cache" / "building").iterdir()) == []

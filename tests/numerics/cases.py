@@ -1,0 +1,117 @@
+"""The corpus of numeric cases: every axis of the variant language and of the storage crossed with ugly lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+
+import attngen as ag
+from tests.numerics.harness import Case
+
+
+@ag.mask_mod
+def same_parity(b, h, q, k):
+    return (q - k) % 2 == 0
+
+
+@ag.mask_mod
+def sinks_or_near(b, h, q, k):
+    return (k < 3) | (abs(q - k) <= 9)
+
+
+@ag.mask_mod
+def same_block(b, h, q, k, block: ag.Tensor("batch", dtype="i32")):
+    return q // 24 == (k + block[b]) // 24
+
+
+@ag.score_mod
+def distance_bias(score, b, h, q, k, slopes: ag.Tensor("num_qo_heads")):
+    return score + slopes[h] * (k - q)
+
+
+@ag.score_mod
+def per_key_bias(score, b, h, q, k, bias: ag.Tensor(48), gain: ag.Tensor("batch", "num_qo_heads")):
+    return score * (1.0 + 0.1 * gain[b, h]) + bias[k]
+
+
+MASKS = {
+    "full": ag.Full(),
+    "causal": ag.Causal(),
+    "window": ag.Causal() & ag.SlidingWindow(left=17),
+    "band": ag.SlidingWindow(left=5, right=11),
+    "anticausal": ~ag.Causal(),
+    "parity": ag.Causal() & same_parity,
+    "sinks": ag.Causal() & sinks_or_near,
+    "either": ag.SlidingWindow(left=3) | same_block,
+}
+SCORES = {
+    "softcap": (ag.SoftCap(cap=5.0),),
+    "alibi": (ag.ALiBi(),),
+    "alibi-given": (ag.ALiBi(slopes="slopes"),),
+    "distance": (distance_bias,),
+    "bias-cap": (per_key_bias, ag.SoftCap(cap=8.0)),
+}
+# Empty requests, one token, more queries than keys, no multiples of a tile.
+LENS = (
+    ((37, 0, 1, 9, 70), (37, 0, 5, 3, 70)),
+    ((65, 3, 33), (130, 3, 0)),
+    ((12, 12), (77, 77)),
+)
+DECODE_LENS = (((1, 1, 1, 1), (1, 63, 0, 200)), ((3, 3), (5, 131)), ((1, 1), (1300, 40)))
+HEAD_DIMS = ((16, 16), (40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (256, 256), (40, 72))
+GROUPS = ((2, 2), (3, 1), (10, 2), (7, 1), (24, 2), (6, 2))
+STORAGE = (ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16), ag.Paged(page_size=3, layout="HND"), ag.Paged(page_size=64), ag.Paged(page_size=1))
+
+
+def corpus(dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> list[Case]:
+    """All cases, each with a unique name."""
+    return list(_mask_cases(dtypes)) + list(_head_cases(dtypes)) + list(_storage_cases(dtypes))
+
+
+def _spec(heads: tuple[int, int], dims: tuple[int, int], **fields: object) -> ag.AttentionSpec:
+    qo, kv = heads
+    return ag.AttentionSpec(
+        heads=ag.GQA(num_qo_heads=qo, num_kv_heads=kv, head_dim=dims[0], head_dim_vo=dims[1]), **fields
+    )
+
+
+def _ops(name: str, spec: ag.AttentionSpec, index: int, **options: object) -> Iterator[Case]:
+    qo, kv = LENS[index % len(LENS)]
+    decode_qo, decode_kv = DECODE_LENS[index % len(DECODE_LENS)]
+    paged = spec.kv.kind == "paged"
+    yield Case(f"{name}-decode", spec, "decode", decode_qo, decode_kv, seed=index, **options)
+    yield Case(f"{name}-{'prefill' if paged else 'backward'}", spec, "prefill" if paged else "backward", qo, kv, seed=index, **options)
+
+
+def _mask_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Each mask and each score mod; backward cases check the forward pass too."""
+    dtype = cycle(dtypes)
+    for index, (name, mask) in enumerate(MASKS.items()):
+        kv = (ag.Contiguous(), ag.Ragged())[index % 2]
+        yield from _ops(f"mask-{name}", _spec((4, 2), (64, 64), mask=mask, kv=kv, dtype=next(dtype)), index)
+    for index, (name, mods) in enumerate(SCORES.items()):
+        mask = (ag.Causal(), ag.Full(), MASKS["window"])[index % 3]
+        kv = (ag.Ragged(), ag.Contiguous())[index % 2]
+        yield from _ops(f"score-{name}", _spec((3, 1), (32, 32), mask=mask, score_mods=mods, kv=kv, dtype=next(dtype)), index)
+
+
+def _head_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Head dims and group sizes, contiguous and strided."""
+    dtype, group = cycle(dtypes), cycle(GROUPS)
+    for index, dims in enumerate(HEAD_DIMS):
+        spec = _spec(next(group), dims, mask=ag.Causal() if index % 2 else ag.Full(), dtype=next(dtype))
+        yield from _ops(f"head-{dims[0]}x{dims[1]}", spec, index, strided=index % 3 == 0)
+
+
+def _storage_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Layouts and ways to pass them."""
+    dtype = cycle(dtypes)
+    for index, kv in enumerate(STORAGE):
+        ways = ("table", "csr", "stacked") if kv.kind == "paged" else ("table",)
+        for way in ways:
+            label = f"{kv.kind}{getattr(kv, 'page_size', '')}{getattr(kv, 'layout', '')}"
+            spec = _spec((6, 2), (48, 48), mask=MASKS["window"] if index % 2 else ag.Causal(), kv=kv, dtype=next(dtype))
+            yield from (replace(case, pages=way) for case in _ops(f"kv-{label}-{way}", spec, index))
+    negative = _spec((2, 2), (32, 32), mask=ag.Causal(), sm_scale=-0.2, dtype=dtypes[0])
+    yield from _ops("negative-scale", negative, 0)

@@ -1,0 +1,253 @@
+"""Builds random calls of a spec, runs them, and compares every number with the float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import attngen as ag
+from attngen.backends import reference
+from attngen.backends.base import Inputs
+from attngen.ops.batching import Lengths, collect_inputs
+from attngen.ops.checks import torch_dtype
+from attngen.variant import OpName, Variant, normalize
+
+# A result may be off by this many times the error that eager torch makes in the working dtype on the same numbers.
+FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        name: unique, part of the test's id.
+        spec, op: what is run.
+        qo_lens, kv_lens: tokens of each request; decode takes the longest qo_len for all.
+        pages: how a paged cache is passed: ``table``, ``csr`` or ``stacked``.
+        strided: pass views whose tokens and heads are not adjacent.
+    """
+
+    name: str
+    spec: ag.AttentionSpec
+    op: OpName
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    pages: str = "table"
+    strided: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Call:
+    """Tensors of a case: positional arguments, keyword arguments, and the same for the oracle."""
+
+    q: torch.Tensor
+    kv: tuple[Any, ...]
+    lengths: dict[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+
+
+def build_call(case: Case, device: str = "cpu") -> Call:
+    """Random tensors; every slot that no request may read holds NaN."""
+    variant = normalize(case.spec, case.op)
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    lengths: dict[str, torch.Tensor] = {}
+    q = _queries(case, variant, generator, lengths)
+    kv = _keys(case, variant, generator, lengths)
+    params = {p.name: _param(p, case, variant, generator) for p in variant.params}
+    move = {name: t.to(device) for name, t in lengths.items()}
+    place = tuple(tuple(_moved(x, device) for x in t) if isinstance(t, tuple) else _moved(t, device) for t in kv)
+    return Call(_moved(q, device), place, move, {name: t.to(device) for name, t in params.items()})
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy on ``device`` with the same strides and gaps."""
+    if device == "cpu":
+        return tensor
+    span = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = torch.as_strided(tensor, (span,), (1,), 0).to(device)
+    return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _random(shape: Sequence[int], dtype: str, generator: torch.Generator, strided: bool) -> torch.Tensor:
+    """Normal numbers; ``strided`` interleaves three tensors and swaps tokens with heads, as packed projections do."""
+    if not strided:
+        return torch.randn(*shape, generator=generator).to(torch_dtype(dtype))
+    *lead, tokens, heads, dim = shape
+    packed = torch.randn(*lead, heads, 3, tokens, dim, generator=generator).to(torch_dtype(dtype))
+    return packed.select(-3, 1).transpose(-2, -3)
+
+
+def _queries(case: Case, variant: Variant, generator: torch.Generator, lengths: dict[str, torch.Tensor]) -> torch.Tensor:
+    shape: tuple[int, ...]
+    if variant.q_layout == "ragged":
+        lengths["qo_indptr"] = _indptr(case.qo_lens)
+        shape = (sum(case.qo_lens), variant.num_qo_heads, variant.head_dim_qk)
+        return _random(shape, variant.dtype, generator, case.strided)
+    longest = max(case.qo_lens, default=0)
+    q = _random((len(case.qo_lens), longest, variant.num_qo_heads, variant.head_dim_qk), variant.dtype, generator, case.strided)
+    if set(case.qo_lens) != {longest} and case.qo_lens:
+        lengths["qo_lens"] = torch.tensor(case.qo_lens, dtype=torch.int32)
+        for b, n in enumerate(case.qo_lens):
+            q[b, n:] = float("nan")
+    return q
+
+
+def _keys(case: Case, variant: Variant, generator: torch.Generator, lengths: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    heads, dims = variant.num_kv_heads, (variant.head_dim_qk, variant.head_dim_vo)
+    if variant.kv_layout == "ragged":
+        lengths["kv_indptr"] = _indptr(case.kv_lens)
+        return tuple(_random((sum(case.kv_lens), heads, d), variant.kv_dtype, generator, case.strided) for d in dims)
+    if variant.kv_layout == "padded":
+        longest = max(case.kv_lens, default=0)
+        kv = [_random((len(case.kv_lens), longest, heads, d), variant.kv_dtype, generator, case.strided) for d in dims]
+        if set(case.kv_lens) != {longest} and case.kv_lens:
+            lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
+            for b, n in enumerate(case.kv_lens):
+                for tensor in kv:
+                    tensor[b, n:] = float("nan")
+        return tuple(kv)
+    return _pages(case, variant, generator, lengths)
+
+
+def _pages(case: Case, variant: Variant, generator: torch.Generator, lengths: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    """A shuffled pool with spare pages; tails of last pages and spare pages are NaN, spare table entries are garbage."""
+    size = variant.page_size
+    counts = [-(-n // size) for n in case.kv_lens]
+    total = sum(counts) + 3
+    order = torch.randperm(total, generator=generator, dtype=torch.int64)
+    caches = []
+    for dim in (variant.head_dim_qk, variant.head_dim_vo):
+        pool = torch.full((total, size, variant.num_kv_heads, dim), float("nan"))
+        start = 0
+        for n, count in zip(case.kv_lens, counts, strict=True):
+            rows = torch.full((count * size, variant.num_kv_heads, dim), float("nan"))
+            rows[:n] = torch.randn(n, variant.num_kv_heads, dim, generator=generator)
+            pool[order[start : start + count]] = rows.view(count, size, variant.num_kv_heads, dim)
+            start += count
+        caches.append(pool.to(torch_dtype(variant.kv_dtype)))
+    if case.spec.kv.layout == "HND":
+        caches = [c.transpose(1, 2).contiguous() for c in caches]
+    pages = order.to(torch.int32)
+    if case.pages == "csr":
+        lengths["kv_indptr"] = _indptr(counts)
+        lengths["kv_indices"] = pages[: sum(counts)].contiguous()
+        last = [(n - 1) % size + 1 if n else 0 for n in case.kv_lens]
+        lengths["kv_last_page_len"] = torch.tensor(last, dtype=torch.int32)
+    else:
+        width = max(counts, default=0) + 1
+        table = torch.full((len(counts), width), -1, dtype=torch.int32)
+        start = 0
+        for b, count in enumerate(counts):
+            table[b, :count] = pages[start : start + count]
+            start += count
+        lengths["page_table"] = table
+        lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
+    return (torch.stack(caches, 1),) if case.pages == "stacked" else (tuple(caches),)
+
+
+def _param(param: Any, case: Case, variant: Variant, generator: torch.Generator) -> torch.Tensor:
+    sizes = {
+        "batch": len(case.kv_lens),
+        "num_qo_heads": variant.num_qo_heads,
+        "num_kv_heads": variant.num_kv_heads,
+        "max_qo_len": max(case.qo_lens, default=0),
+        "max_kv_len": max(case.kv_lens, default=0),
+    }
+    shape = [dim if isinstance(dim, int) else sizes.get(dim, 64) for dim in param.dims]
+    if param.dtype in ("i32", "bool"):
+        return torch.randint(0, 2 if param.dtype == "bool" else 5, shape, generator=generator).to(torch_dtype(param.dtype))
+    return torch.randn(shape, generator=generator).mul(0.3).to(torch_dtype(param.dtype))
+
+
+def _indptr(lens: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lens, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def oracle_inputs(case: Case, call: Call) -> tuple[Variant, Inputs]:
+    """The case as the oracle takes it, on the CPU."""
+    variant = normalize(case.spec, case.op)
+    kv = [tuple(x.cpu() for x in t) if isinstance(t, tuple) else t.cpu() for t in call.kv]
+    lengths = Lengths(**{name: t.cpu() for name, t in call.lengths.items()})
+    params = {name: t.cpu() for name, t in call.params.items()}
+    keys, values = (kv[0], None) if len(kv) == 1 else (kv[0], kv[1])
+    return variant, collect_inputs(variant, case.spec.kv, call.q.cpu(), keys, values, lengths, params)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Largest error and its bound, by quantity; ``failures`` in words."""
+
+    errors: dict[str, tuple[float, float]]
+    failures: tuple[str, ...]
+
+
+def run_case(case: Case, ops: ag.Ops, device: str = "cpu") -> Verdict:
+    """Run a case and judge it."""
+    call = build_call(case, device)
+    variant, inputs = oracle_inputs(case, call)
+    exact_out, exact_lse = reference.forward(variant, inputs)
+    eager_out, eager_lse = reference.forward(variant, inputs, torch_dtype(variant.dtype))
+    poison = torch.full((*call.q.shape[:-1], variant.head_dim_vo), float("nan"), dtype=torch_dtype(variant.out_dtype), device=device)
+    method = ops.decode if case.op == "decode" else ops.prefill
+    out, lse = method(call.q, *call.kv, **call.lengths, params=call.params, out=poison, return_lse=True)
+    if variant.q_layout == "padded" and "qo_lens" not in call.lengths and call.q.shape[1:2] == (1,) and case.op == "decode":
+        squeezed = method(call.q[:, 0], *call.kv, **call.lengths, params=call.params)
+        assert torch.equal(squeezed, out[:, 0])
+    judge = _Judge(variant)
+    judge.compare("out", out, exact_out, eager_out)
+    judge.compare("lse", lse, exact_lse, eager_lse, dtype="fp32")
+    if case.op == "backward":
+        _judge_backward(judge, case, ops, call, variant, inputs, out, lse)
+    return Verdict(judge.errors, tuple(judge.failures))
+
+
+def _judge_backward(
+    judge: _Judge, case: Case, ops: ag.Ops, call: Call, variant: Variant, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    dout = torch.randn(out.shape, generator=generator).to(out.dtype)
+    dlse = torch.randn(lse.shape, generator=generator) if case.seed % 2 == 0 else None
+    exact = reference.backward(variant, inputs, dout, dlse)
+    eager = reference.backward(variant, inputs, dout, dlse, torch_dtype(variant.dtype))
+    moved = None if dlse is None else dlse.to(out.device)
+    got = ops.backward(dout.to(out.device), call.q, *call.kv, out, lse, dlse=moved, **call.lengths, params=call.params)
+    for name, g, e, w in zip(("dq", "dk", "dv"), got, exact, eager, strict=False):
+        judge.compare(name, g, e, w)
+    for name, grad in got[3].items():
+        judge.compare(f"d_{name}", grad, exact[3][name], eager[3][name], dtype="fp32")
+
+
+class _Judge:
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        self.errors: dict[str, tuple[float, float]] = {}
+        self.failures: list[str] = []
+
+    def compare(self, name: str, got: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor, dtype: str | None = None) -> None:
+        """Judge one tensor: infinities in the same places, no NaN, and errors within the bound."""
+        got, exact = got.detach().double().cpu().reshape(exact.shape), exact.double()
+        finite = exact.isfinite()
+        if got.isnan().any() or not torch.equal(got[~finite], exact[~finite]):
+            self.failures.append(f"{name}: {int(got.isnan().sum())} NaN, {int((got.isfinite() != finite).sum())} wrong infinities")
+            return
+        if not finite.any():
+            self.errors[name] = (0.0, 0.0)
+            return
+        error = float((got - exact)[finite].abs().max())
+        eager_error = float((eager.double() - exact)[finite & eager.isfinite()].abs().max())
+        epsilon = torch.finfo(torch_dtype(dtype or self.variant.dtype)).eps
+        bound = FACTOR * max(eager_error, epsilon * float(exact[finite].abs().max()), 1e-7 if epsilon < 1e-6 else 0.0)
+        self.errors[name] = (error, bound)
+        if not error <= bound:
+            self.failures.append(f"{name}: error {error:.3g} above {bound:.3g}")
+
+
+def with_dtype(case: Case, dtype: str) -> Case:
+    """The case in another dtype."""
+    spec = case.spec.model_copy(update={"dtype": dtype})
+    return replace(case, spec=ag.AttentionSpec.model_validate(spec.model_dump()), name=f"{case.name}-{dtype}")
