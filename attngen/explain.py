@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from attngen.compiler import compile as compile_spec
 from attngen.compiler import plan_op, render_kernel
@@ -111,21 +111,28 @@ def kernel_text(kernel: KernelPlan) -> str:
     """One kernel of a plan."""
     tiles, variant = kernel.tiles, kernel.variant
     resources = f", {tiles.num_warps} warps, {tiles.num_stages} stages" if tiles.num_warps else ""
-    row = f"token x head of a group of {variant.group_size}" if kernel.packed else "token"
+    rows = f"rows (token, head in group of {variant.group_size})" if kernel.packed else "queries"
     lines = [f"{kernel.schedule}: {kernel.entry}\n", _line("grid", grid_rule(kernel))]
     if kernel.schedule in ("merge", "delta"):
         lines.append(_line("tile", f"{tiles.q} rows of (token, head){resources}"))
     else:
         lines += [
-            _line("tile", f"{tiles.q} queries x {tiles.kv} keys{resources}; a row is one {row}"),
-            _line("head dims", f"qk {variant.head_dim_qk} in {kernel.block_qk}, vo {variant.head_dim_vo} in {kernel.block_vo}"),
+            _line("tile", f"{tiles.q} {rows} x {tiles.kv} keys{resources}"),
+            _line(
+                "head dims",
+                f"qk {variant.head_dim_qk} in {kernel.block_qk}, vo {variant.head_dim_vo} in {kernel.block_vo}",
+            ),
         ]
         if kernel.split:
             lines.append(_line("splits", f"clamp(keys // {kernel.min_split}, 1, {kernel.max_splits}) parts a request"))
-        lines += _span_lines("queries", kernel.queries) if kernel.schedule == "dkdv" else _span_lines("keys", kernel.keys)
+        lines += (
+            _span_lines("queries", kernel.queries) if kernel.schedule == "dkdv" else _span_lines("keys", kernel.keys)
+        )
         lines += [_line("tile any", expr_text(kernel.tile.any)), _line("tile all", expr_text(kernel.tile.all))]
     width = max(len(arg.name) for arg in kernel.args)
-    lines += [_line("args" if not index else "", f"{arg.name:<{width}}  {arg.type}") for index, arg in enumerate(kernel.args)]
+    lines += [
+        _line("args" if not index else "", f"{arg.name:<{width}}  {arg.type}") for index, arg in enumerate(kernel.args)
+    ]
     return "".join(lines)
 
 
@@ -182,6 +189,21 @@ def asm_section(built: BuiltKernel) -> Section:
     return Section(built.binary.name, result.stdout.replace(str(built.binary), built.binary.name).lstrip(), "objdump")
 
 
+def declared(model: Any) -> str:
+    """A mask, score mod or storage as a person would declare it."""
+    kind = getattr(model, "kind", "")
+    if kind in ("and", "or"):
+        return (" & " if kind == "and" else " | ").join(
+            f"({declared(part)})" if part.kind in ("and", "or") else declared(part) for part in model.operands
+        )
+    if kind == "not":
+        return f"~({declared(model.operand)})"
+    if kind == "custom":
+        return f"{model.name}: {model.expression}"
+    given = model.model_dump(exclude_defaults=True, exclude={"kind"})
+    return f"{type(model).__name__}({', '.join(f'{name}={value}' for name, value in given.items())})"
+
+
 def expr_text(expr: Expr | None) -> str:
     """An expression as Python; what has grown too large to be read is only measured."""
     if expr is None:
@@ -194,11 +216,17 @@ def expr_text(expr: Expr | None) -> str:
 
 def _span_lines(side: str, span: Span) -> list[str]:
     exact = "no part of it can be skipped" if span.exact else "its tiles are tested one by one"
-    whole = f"{expr_text(span.full_lo)} .. {expr_text(span.full_hi)}" if span.has_full else "none"
+    whole = _range(span.full_lo, span.full_hi) if span.has_full else "none"
     return [
-        _line(side, f"{expr_text(span.lo)} .. {expr_text(span.hi)} ({exact})"),
+        _line(side, f"{_range(span.lo, span.hi)} ({exact})"),
         _line("unmasked", whole),
     ]
+
+
+def _range(first: Expr | None, last: Expr | None) -> str:
+    if first is None and last is None:
+        return "all"
+    return f"{expr_text(first)} .. {expr_text(last)}"
 
 
 def _chosen(request: Request, kernels: tuple[KernelPlan, ...]) -> tuple[KernelPlan, ...]:

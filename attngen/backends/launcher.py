@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from attngen.errors import ArgumentError, BuildError, UnsupportedError
 from attngen.schedule.plan import Arg
 
 MAX_GRID = 2**31 - 1
-_DEFAULT_SHARED = 48 << 10
+_FREE_SHARED = 48 << 10  # bytes of shared memory that need no permission
 _FORMATS = {"i32": "i", "i64": "q"}
 _FOREIGN_BINARY = {
     "CUDA_ERROR_INVALID_IMAGE",
@@ -35,20 +36,18 @@ class ArgumentLayout:
     """Where each argument lies in the block of bytes that a launch hands over: each at the next multiple of its size.
 
     Attributes:
-        args: the arguments.
-        trailing: null pointers after them.
-        offsets: of every argument and trailing pointer.
+        args: the arguments; null pointers follow them.
+        struct: the block.
+        offsets: of every argument and null pointer.
     """
 
     def __init__(self, args: Sequence[Arg], trailing: int) -> None:
-        self.args, self.trailing = tuple(args), trailing
+        self.args = tuple(args)
         codes = ["Q" if arg.is_pointer else _FORMATS[arg.type] for arg in args] + ["Q"] * trailing
-        self.struct = struct.Struct("@" + "".join(codes))
-        self.offsets = [
-            struct.calcsize("@" + "".join(codes[: i + 1])) - struct.calcsize(c) for i, c in enumerate(codes)
-        ]
+        starts = (struct.calcsize("@" + "".join(codes[:i]) + f"0{code}") for i, code in enumerate(codes))
+        self.struct, self.offsets = struct.Struct("@" + "".join(codes)), tuple(starts)
         self._is_pointer = tuple(arg.is_pointer for arg in args)
-        self._tail = (0,) * trailing
+        self._nulls = (0,) * trailing
 
     def pack(self, buffer: Any, values: Sequence[torch.Tensor | int]) -> None:
         """Write ``values`` into ``buffer``.
@@ -58,103 +57,92 @@ class ArgumentLayout:
         """
         try:
             words = [v.data_ptr() if p else v for v, p in zip(values, self._is_pointer, strict=True)]  # type: ignore[union-attr]
-            self.struct.pack_into(buffer, 0, *words, *self._tail)
-        except (AttributeError, ValueError, struct.error) as error:
+            self.struct.pack_into(buffer, 0, *words, *self._nulls)
+        except (AttributeError, TypeError, ValueError, struct.error) as error:
             raise self._mismatch(values) from error
 
     def _mismatch(self, values: Sequence[torch.Tensor | int]) -> ArgumentError:
         if len(values) != len(self.args):
-            return ArgumentError(f"a kernel takes {len(self.args)} arguments, not {len(values)}", where="launch")
+            return ArgumentError(f"the kernel takes {len(self.args)} arguments, not {len(values)}", where="launch")
         for arg, value in zip(self.args, values, strict=True):
-            fits = isinstance(value, torch.Tensor) if arg.is_pointer else isinstance(value, int) and _holds(arg, value)
-            if not fits:
+            if not (isinstance(value, torch.Tensor) if arg.is_pointer else _holds(arg, value)):
                 shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-                return ArgumentError(
-                    f"{shown} does not fit argument {arg.name}", where="launch", why=f"its type is {arg.type}"
-                )
+                return ArgumentError(f"{shown} is no {arg.type}", where=f"launch, argument {arg.name}")
         return ArgumentError("the arguments cannot be packed", where="launch")
 
 
 class _Buffers(threading.local):
-    """One thread's packed arguments, and the addresses of each of them, as the driver wants them."""
+    """One thread's packed arguments, and the table of their addresses that the driver wants."""
 
     def __init__(self, layout: ArgumentLayout) -> None:
         self.block = ctypes.create_string_buffer(layout.struct.size)
         start = ctypes.addressof(self.block)
-        self._pointers = (ctypes.c_void_p * len(layout.offsets))(*(start + offset for offset in layout.offsets))
-        self.address = ctypes.addressof(self._pointers)
+        self._table = (ctypes.c_void_p * len(layout.offsets))(*(start + offset for offset in layout.offsets))
+        self.table_address = ctypes.addressof(self._table)
 
 
 class _Kernel:
-    """A function of a loaded module, launched on the current stream of its device."""
+    """A function on a device, launched on the device's current stream. It stays loaded as long as the process lives."""
 
-    def __init__(self, entry: str, layout: ArgumentLayout, device: torch.device, threads: int, shared: int) -> None:
-        self.entry, self.device, self.threads, self.shared = entry, device, threads, shared
-        self.layout, self._buffers = layout, _Buffers(layout)
-        self._driver = _driver(entry)
-        self.context: Any = None
-        self.function: Any = None
-
-    def load(self, binary: bytes) -> None:
-        """Put the binary on the device. It stays there as long as the process lives."""
+    def __init__(
+        self, binary: bytes, entry: str, layout: ArgumentLayout, device: torch.device, threads: int, shared: int
+    ) -> None:
+        self._entry, self._device, self._threads, self._shared = entry, device, threads, shared
+        self._layout, self._buffers = layout, _Buffers(layout)
+        self._driver = driver = _driver(entry)
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        device = self._check(self._driver.cuDeviceGet(self.device.index), "cuDeviceGet")
-        self.context = self._check(self._driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
-        with _Current(self):
-            module = self._check(self._driver.cuModuleLoadData(binary), "cuModuleLoadData")
-            self.function = self._check(
-                self._driver.cuModuleGetFunction(module, self.entry.encode()), "cuModuleGetFunction"
-            )
-            if self.shared > _DEFAULT_SHARED:
-                attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                result = self._driver.cuFuncSetAttribute(self.function, attribute, self.shared)
-                self._check(result, f"cuFuncSetAttribute(shared memory, {self.shared})")
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device.index))
+        self._context_address = int(self._context)
+        with self._current():
+            self._function = self._call("cuModuleGetFunction", self._call("cuModuleLoadData", binary), entry.encode())
+            if shared > _FREE_SHARED:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._call("cuFuncSetAttribute", self._function, attribute, shared)
 
     def __call__(self, grid: int, values: Sequence[torch.Tensor | int]) -> None:
-        require_grid(grid, self.entry)
+        require_grid(grid, self._entry)
         if grid == 0:
             return
         buffers = self._buffers
-        self.layout.pack(buffers.block, values)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        arguments = (self.function, grid, 1, 1, self.threads, 1, 1, self.shared, stream, buffers.address, 0)
+        self._layout.pack(buffers.block, values)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        arguments = (self._function, grid, 1, 1, self._threads, 1, 1, self._shared, stream, buffers.table_address, 0)
+        # A context is current to a thread: another device's, or none in a thread that has not used CUDA.
         status, current = self._driver.cuCtxGetCurrent()
-        if status == 0 and int(current) == int(self.context):
-            result = self._driver.cuLaunchKernel(*arguments)
+        if status == 0 and int(current) == self._context_address:
+            (status,) = self._driver.cuLaunchKernel(*arguments)
         else:
-            with _Current(self):
-                result = self._driver.cuLaunchKernel(*arguments)
-        if result[0] != 0:
-            self._check(result, f"cuLaunchKernel(grid {grid}, {self.threads} threads, {self.shared} bytes shared)")
+            with self._current():
+                (status,) = self._driver.cuLaunchKernel(*arguments)
+        if status != 0:
+            shape = f"grid {grid}, {self._threads} threads, {self._shared} bytes shared"
+            raise self._failure(f"cuLaunchKernel({shape})", status)
 
-    def _check(self, result: tuple[Any, ...], call: str) -> Any:
-        """The value of a driver call.
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the device's context the thread's, then restore the one before."""
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._driver.cuCtxPopCurrent()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The value of a driver function.
 
         Raises:
             RuntimeError: it failed.
         """
-        status = result[0]
-        if status == 0:
-            return result[1] if len(result) > 1 else None
-        name, text = (self._driver.cuGetErrorName(status)[1], self._driver.cuGetErrorString(status)[1])
-        name, text = (part.decode() if isinstance(part, bytes) else str(part) for part in (name, text))
-        hint = (
-            "; the driver may be older than CUDA 13, which the binary was made for" if name in _FOREIGN_BINARY else ""
-        )
-        raise RuntimeError(f"kernel {self.entry} on {self.device}: {call} failed: {name}: {text}{hint}")
+        status, *values = getattr(self._driver, name)(*arguments)
+        if status != 0:
+            raise self._failure(name, status)
+        return values[0] if values else None
 
-
-class _Current:
-    """Makes a kernel's context the calling thread's, then restores the one before."""
-
-    def __init__(self, kernel: _Kernel) -> None:
-        self._kernel = kernel
-
-    def __enter__(self) -> None:
-        self._kernel._check(self._kernel._driver.cuCtxPushCurrent(self._kernel.context), "cuCtxPushCurrent")
-
-    def __exit__(self, *error: object) -> None:
-        self._kernel._driver.cuCtxPopCurrent()
+    def _failure(self, call: str, status: Any) -> RuntimeError:
+        words = (self._driver.cuGetErrorName(status)[1], self._driver.cuGetErrorString(status)[1])
+        name, text = (word.decode() if isinstance(word, bytes) else str(word) for word in words)
+        hint = "; the driver may be older than the toolkit that made the binary" if name in _FOREIGN_BINARY else ""
+        return RuntimeError(f"kernel {self._entry} on {self._device}: {call} failed: {name}: {text}{hint}")
 
 
 def load(
@@ -186,9 +174,7 @@ def load(
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     require_no_capture(entry, device)
-    kernel = _Kernel(entry, ArgumentLayout(args, trailing_pointers), device, threads, shared)
-    kernel.load(binary.read_bytes())
-    return kernel
+    return _Kernel(binary.read_bytes(), entry, ArgumentLayout(args, trailing_pointers), device, threads, shared)
 
 
 def require_grid(grid: int, entry: str) -> None:
@@ -222,9 +208,9 @@ def require_no_capture(entry: str, device: torch.device) -> None:
             )
 
 
-def _holds(arg: Arg, value: int) -> bool:
-    bits = 8 * struct.calcsize(_FORMATS[arg.type])
-    return -(1 << (bits - 1)) <= value < 1 << (bits - 1)
+def _holds(arg: Arg, value: object) -> bool:
+    half = 1 << (8 * struct.calcsize(_FORMATS[arg.type]) - 1)
+    return isinstance(value, int) and -half <= value < half
 
 
 @cache

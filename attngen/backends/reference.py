@@ -6,6 +6,7 @@ Gradients come from torch's autograd of this forward pass, so they do not share 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,18 +55,25 @@ def backward(
     variant: Variant, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` in ``dtype``: dq, dk, dv in the shapes of q, k, v, and by parameter."""
+    # Inside a registered op or inference mode torch records nothing in this thread, and gradients would all be zero.
+    with ThreadPoolExecutor(max_workers=1) as recording:
+        return recording.submit(_differentiated, variant, inputs, dout, dlse, dtype).result()
+
+
+def _differentiated(
+    variant: Variant, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))}
     wanted = {p.name for p in variant.gradient_params}
     params = {
         name: value.detach().to(dtype).requires_grad_() if name in wanted else value for name, value in inputs.params.items()
     }
-    with torch.enable_grad():
-        out, lse = forward(variant, replace(inputs, **leaves, params=params), dtype)
-        total = (out * flat(dout).to(dtype)).sum()
-        if dlse is not None:
-            total = total + torch.where(lse.isinf(), 0.0, lse * dlse.reshape(lse.shape).to(dtype)).sum()
-        targets = [*leaves.values(), *(params[name] for name in sorted(wanted))]
-        grads = torch.autograd.grad(total, targets, allow_unused=True) if total.requires_grad else [None] * len(targets)
+    out, lse = forward(variant, replace(inputs, **leaves, params=params), dtype)
+    total = (out * flat(dout).to(dtype)).sum()
+    if dlse is not None:
+        total = total + torch.where(lse.isinf(), 0.0, lse * dlse.reshape(lse.shape).to(dtype)).sum()
+    targets = [*leaves.values(), *(params[name] for name in sorted(wanted))]
+    grads = torch.autograd.grad(total, targets, allow_unused=True) if total.requires_grad else [None] * len(targets)
     filled = [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
     return filled[0], filled[1], filled[2], dict(zip(sorted(wanted), filled[3:], strict=True))
 

@@ -42,8 +42,9 @@ def triton_folder() -> Path | None:
         spec = find_spec("triton")
     except (ImportError, ValueError):
         return None
-    folders = spec.submodule_search_locations if spec is not None else None
-    return Path(next(iter(folders))) if folders else None
+    return (
+        Path(spec.origin).parent if spec is not None and spec.origin else None
+    )  # any folder called triton has no origin
 
 
 def triton_version() -> str | None:
@@ -84,8 +85,8 @@ def compile_kernel(kernel: RenderedKernel, folder: Path, triton: Path, ptxas: Pt
         OSError: the disk is full or cannot be written.
     """
     options, arguments = parse_flags(kernel.flags)
-    source = folder / f"{kernel.entry}{kernel.suffix}"
-    with tempfile.TemporaryDirectory(prefix=".triton-", dir=folder) as scratch:
+    source = folder.absolute() / f"{kernel.entry}{kernel.suffix}"
+    with tempfile.TemporaryDirectory(prefix=".triton-", dir=source.parent) as scratch:
         request = {
             "source": str(source),
             "entry": kernel.entry,
@@ -95,8 +96,7 @@ def compile_kernel(kernel: RenderedKernel, folder: Path, triton: Path, ptxas: Pt
             "options": options,
         }
         answer = run_in_worker(_environment(triton, ptxas), request)
-        path = Path(scratch) / "log"
-        log = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        log = _read_log(Path(scratch) / "log", ptxas)
     if answer.get("errno"):
         raise OSError(answer["errno"], answer["error"])
     if "error" in answer:
@@ -169,11 +169,18 @@ def _gpu_target(target: Target) -> tuple[str, str | int, int]:
 def _environment(triton: Path, ptxas: Ptxas | None) -> dict[str, str]:
     """Everything a worker sees of the environment: no variable of the user's reaches Triton."""
     environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    environment |= {"PYTHONPATH": str(triton.parent), "PYTHONUTF8": "1", "TRITON_DISABLE_LINE_INFO": "1"}
+    environment |= {"PYTHONPATH": str(triton.parent), "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
+    environment |= {"TRITON_DISABLE_LINE_INFO": "1"}
     if ptxas is not None:
         environment |= {"TRITON_PTXAS_PATH": str(ptxas.path), "TRITON_PTXAS_BLACKWELL_PATH": str(ptxas.path)}
         environment |= {"TRITON_DUMP_PTXAS_LOG": "1"}
     return environment
+
+
+def _read_log(path: Path, ptxas: Ptxas | None) -> str:
+    """What was printed, below the names of the tools."""
+    tools = f"triton {triton_version()}" + (f", ptxas {ptxas.identity} at {ptxas.path}" if ptxas else "")
+    return f"{tools}\n{path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''}"
 
 
 def _registers(log: str, text: str) -> dict[str, Any]:

@@ -135,8 +135,9 @@ class Affine:
         """Whether the sum is provably at least 0 for every tile."""
         left = _cancel_quotients(self)
         for atom, n in left.terms:
-            if isinstance(atom, Binary) and atom.op == "floordiv" and isinstance(atom.y, Const):
-                x, m = Affine.of(atom.x), int(atom.y.value)
+            parts = quotient(atom)
+            if parts is not None:
+                x, m = Affine.of(parts[0]), parts[1]
                 if n % m == 0:  # m * (x // m) lies in x - (m - 1) .. x
                     left = left.without(atom) + x * (n // m) - max(0, (n // m) * (m - 1))
         terms = dict(left.terms)
@@ -151,6 +152,14 @@ class Affine:
                 end = _limits(atom)[0 if n > 0 else 1]
                 least = None if end is None else least + n * end
         return least is not None and least >= 0
+
+
+def quotient(expr: Expr) -> tuple[Expr, int] | None:
+    """``x`` and ``m`` if ``expr`` is ``x // m`` for a constant ``m > 0``."""
+    match expr:
+        case Binary("floordiv", x, Const(m)) if m > 0:
+            return x, int(m)
+    return None
 
 
 def _limits(atom: Expr) -> tuple[int | None, int | None]:
@@ -174,11 +183,11 @@ def _term(atom: Expr, n: int) -> Expr:
 
 def _cancel_quotients(form: Affine) -> Affine:
     """Drop ``n * (x // m) - n * (y // m)`` where ``x >= y``: a lower bound of the sum."""
-    quotients = [(atom, n) for atom, n in form.terms if isinstance(atom, Binary) and atom.op == "floordiv"]
-    for high, n in quotients:
-        for low, m in quotients:
-            alike = n > 0 and n == -m and isinstance(high.y, Const) and high.y == low.y
-            if alike and (Affine.of(high.x) - Affine.of(low.x)).is_nonnegative():
+    quotients = [(atom, n, found) for atom, n in form.terms if (found := quotient(atom)) is not None]
+    for high, n, (x, divisor) in quotients:
+        for low, m, (y, other) in quotients:
+            alike = n > 0 and n == -m and divisor == other
+            if alike and (Affine.of(x) - Affine.of(y)).is_nonnegative():
                 return _cancel_quotients(form.without(high).without(low))
     return form
 

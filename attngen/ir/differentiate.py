@@ -134,11 +134,19 @@ def _binary(node: Binary, dx: Expr, dy: Expr) -> Expr:
             return sub(dx, ZERO if dy == ZERO else mul(binary("floordiv", x, y), dy))
         case "pow":
             return add(_pow_base(node, dx), _pow_exponent(node, dy))
+    return _extreme(node, dx, dy)
+
+
+def _extreme(node: Binary, dx: Expr, dy: Expr) -> Expr:
+    """The slope of the smaller or larger side, the mean of both at a tie."""
     if dx == dy:
         return dx
-    order = "lt" if node.op == "min" else "gt"
-    tie = mul(HALF, add(dx, dy))
-    return choose(compare(order, x, y), dx, choose(compare("eq", x, y), tie, dy))
+    tie, (below, above) = compare("eq", node.x, node.y), ("lt", "le") if node.op == "min" else ("gt", "ge")
+    if dy == ZERO:
+        return choose(compare(above, node.x, node.y), mul(choose(tie, HALF, ONE), dx), ZERO)
+    if dx == ZERO:
+        return choose(compare(below, node.x, node.y), ZERO, mul(choose(tie, HALF, ONE), dy))
+    return choose(tie, mul(HALF, add(dx, dy)), choose(compare(below, node.x, node.y), dx, dy))
 
 
 def _pow_base(node: Binary, dx: Expr) -> Expr:
@@ -174,24 +182,36 @@ def sub(x: Expr, y: Expr) -> Expr:
 
 
 def mul(x: Expr, y: Expr) -> Expr:
-    """``x * y`` without zeros, ones and minus ones; constants move to the left and merge."""
+    """``x * y`` without zeros, ones and minus ones; constants move to the left and merge.
+
+    A factor that selects zero keeps the other factor, which may be infinite there, inside the selection.
+    """
     if isinstance(y, Const):
         x, y = y, x
     if isinstance(x, Const):
         if isinstance(y, Const):
-            return Const(float(x.value * y.value))
+            return Const(_rounded(float(x.value * y.value)))
         if x in (ZERO, ONE, Const(-1.0)):
             return ZERO if x == ZERO else y if x == ONE else neg(y)
-        if isinstance(y, Binary) and y.op == "mul" and isinstance(y.x, Const):
-            return mul(Const(float(x.value * y.x.value)), y.y)
-        if isinstance(y, Binary) and y.op == "div" and isinstance(y.y, Const) and x.value == y.y.value:
-            return y.x
+    for factor, other in ((x, y), (y, x)):
+        if isinstance(factor, Select) and ZERO in (factor.x, factor.y):
+            return choose(factor.condition, mul(factor.x, other), mul(factor.y, other))
+    if isinstance(y, Binary) and y.op == "mul" and isinstance(y.x, Const):
+        return mul(mul(y.x, x), y.y) if isinstance(x, Const) else mul(y.x, mul(x, y.y))
     return binary("mul", x, y)
 
 
+def _rounded(value: float) -> float:
+    """``50.0`` times ``1 / 50.0`` is meant to be 1, whatever the last bit says."""
+    nearest = float(round(value)) if math.isfinite(value) else value
+    return nearest if math.isclose(value, nearest, rel_tol=4e-16) else value
+
+
 def div(x: Expr, y: Expr) -> Expr:
-    """``x / y`` without ones and zeros on top."""
-    return ZERO if x == ZERO else x if y == ONE else binary("div", x, y)
+    """``x / y``, a product for constant ``y``; without zeros on top."""
+    if isinstance(y, Const) and y != ZERO and math.isfinite(y.value):
+        return mul(Const(1.0 / y.value), x)
+    return ZERO if x == ZERO else binary("div", x, y)
 
 
 def neg(x: Expr) -> Expr:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import Literal
 
 from attngen.errors import SpecError
@@ -217,11 +218,17 @@ def lift(value: ExprLike) -> Expr:
 
 
 def cast(x: ExprLike, to: Type) -> Expr:
-    """``x`` as ``to``; constants convert at once."""
+    """``x`` as ``to``; constants convert at once.
+
+    Raises:
+        SpecError: a constant does not fit int32.
+    """
     x = lift(x)
     if x.type == to:
         return x
     if isinstance(x, Const):
+        if to == "i32" and not -(2.0**31) <= x.value < 2.0**31:
+            raise SpecError(f"{x.value} does not fit int32", where="expression", fix="keep it a float")
         return Const({"bool": bool, "i32": int, "f32": float}[to](x.value))
     return Cast(x, to)
 
@@ -269,19 +276,27 @@ def select(condition: ExprLike, x: ExprLike, y: ExprLike) -> Expr:
 
 
 def and_(x: ExprLike, y: ExprLike) -> Expr:
-    """Logical and, with the neutral and absorbing constants removed."""
-    x, y = cast(x, "bool"), cast(y, "bool")
-    if FALSE in (x, y):
-        return FALSE
-    return y if x == TRUE else x if y == TRUE else Binary("and", x, y)
+    """Logical and, without neutral, absorbing and repeated operands."""
+    return _fold("and", cast(x, "bool"), cast(y, "bool"), neutral=TRUE, absorbing=FALSE)
 
 
 def or_(x: ExprLike, y: ExprLike) -> Expr:
-    """Logical or, with the neutral and absorbing constants removed."""
-    x, y = cast(x, "bool"), cast(y, "bool")
-    if TRUE in (x, y):
-        return TRUE
-    return y if x == FALSE else x if y == FALSE else Binary("or", x, y)
+    """Logical or, without neutral, absorbing and repeated operands."""
+    return _fold("or", cast(x, "bool"), cast(y, "bool"), neutral=FALSE, absorbing=TRUE)
+
+
+def _fold(op: str, x: Expr, y: Expr, *, neutral: Expr, absorbing: Expr) -> Expr:
+    terms = [term for term in dict.fromkeys((*operands(x, op), *operands(y, op))) if term != neutral]
+    if absorbing in terms:
+        return absorbing
+    return reduce(lambda left, right: Binary(op, left, right), terms) if terms else neutral
+
+
+def operands(expr: Expr, op: str) -> tuple[Expr, ...]:
+    """The operands of a tree of one associative operator, in order."""
+    if isinstance(expr, Binary) and expr.op == op:
+        return (*operands(expr.x, op), *operands(expr.y, op))
+    return (expr,)
 
 
 def not_(x: ExprLike) -> Expr:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attngen.ir.affine import Affine
+from attngen.ir.affine import Affine, quotient
 from attngen.ir.bounds import OPPOSITE, UNIFORM, Bounds
 from attngen.ir.expr import (
     K0,
@@ -190,9 +190,10 @@ class _Solver:
 
     def quotient(self, atom: Expr, n: int, rest: Affine) -> Region:
         """``n * (x // m) + rest >= 0`` as a constraint on ``x``."""
-        if not (isinstance(atom, Binary) and atom.op == "floordiv" and isinstance(atom.y, Const) and atom.y.value > 0):
+        parts = quotient(atom)
+        if parts is None:
             return PERHAPS
-        x, m = Affine.of(atom.x), int(atom.y.value)
+        x, m = Affine.of(parts[0]), parts[1]
         bound = rest // abs(n) * m
         return self.constraint(x + bound if n > 0 else bound + (m - 1) - x)
 
@@ -224,8 +225,9 @@ class _Solver:
         if len(moving) > 1:
             return None
         atom, n = moving[0]
-        if isinstance(atom, Binary) and atom.op == "floordiv" and isinstance(atom.y, Const) and atom.y.value > 0:
-            inner = self.monotone(Affine.of(atom.x))
+        parts = quotient(atom)
+        if parts is not None:
+            inner = self.monotone(Affine.of(parts[0]))
             return None if inner is None else _sign(n) * inner
         return _sign(n) if atom == self.other else None
 

@@ -121,7 +121,8 @@ def _print(expr: Expr) -> tuple[str, int]:
             (x,) = _without_casts(expr, (x,), lambda xs: unary(op, *xs))
             if op != "neg" or (isinstance(x, Const) and not repr(x.value).startswith("-")):
                 return f"{op}({_at(x, 0)})", _ATOM
-            return f"-{_at(x, _UNARY_LEVEL)}", _UNARY_LEVEL
+            text = _at(x, _UNARY_LEVEL)
+            return (f"-({text})" if text.startswith("-") else f"-{text}"), _UNARY_LEVEL
         case Binary(op, x, y):
             if op not in ("and", "or"):
                 x, y = _without_casts(expr, (x, y), lambda xs: binary(op, *xs))

@@ -135,7 +135,7 @@ def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tu
         dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle
     )
     given = [grad if tensor.is_floating_point() else None for grad, tensor in zip(dparams, params, strict=True)]
-    return dq, dk, dv, [None] * len(indices), given, None, None, None
+    return dq, dk, dv, None, given, None, None, None
 
 
 _forward.register_autograd(_grads, setup_context=_save)

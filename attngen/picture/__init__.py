@@ -2,6 +2,6 @@
 
 from attngen.picture.png import save_png
 from attngen.picture.terminal import terminal_picture
-from attngen.picture.tiles import TileMap, telling_length
+from attngen.picture.tiles import TileMap, read_parameter, telling_length
 
-__all__ = ["TileMap", "save_png", "telling_length", "terminal_picture"]
+__all__ = ["TileMap", "read_parameter", "save_png", "telling_length", "terminal_picture"]

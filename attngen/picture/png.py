@@ -34,7 +34,8 @@ PAIRS: dict[ClassName, tuple[Colour, Colour]] = {
     "all": ((220, 38, 38), (52, 114, 217)),
 }
 UNDECIDED: Colour = (168, 120, 220)
-_GRID, _SMALLEST_TILE = 0.30, 5
+_GRID = 0.30  # share of ink in the lines between tiles, fainter where tiles are small
+_SMALLEST_TILE, _LARGE_TILE = 5, 24
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def draw(tiles: TileMap, title: str) -> Image.Image:
     """The picture with title, axes, legend and counts."""
     if find_spec("PIL") is None:
         raise AttngenError(
-            "pictures need Pillow", where="output", why="it is not installed", fix="pip install 'pillow>=10.1'"
+            "pictures need Pillow", where="output", why="it is not installed", fix="pip install 'attngen[picture]'"
         )
     from PIL import Image, ImageDraw  # noqa: PLC0415
 
@@ -165,9 +166,11 @@ def mask_bytes(tiles: TileMap, canvas: Canvas) -> bytes:
     colour = torch.lerp(decided, torch.tensor(UNDECIDED).float(), undecided)
     image = colour.repeat_interleave(rows.zoom, 0).repeat_interleave(columns.zoom, 1)
     for axis, dim in ((rows, 0), (columns, 1)):
-        if axis.pixel(axis.tile) >= _SMALLEST_TILE:
+        size = axis.pixel(axis.tile)
+        if size >= _SMALLEST_TILE:
+            grid = _GRID * min(1.0, size / _LARGE_TILE)
             lines = torch.tensor([axis.pixel(start) for start in axis.tiles[1:]], dtype=torch.int64)
-            darker = image.index_select(dim, lines) * (1 - _GRID) + torch.tensor(INK) * _GRID
+            darker = image.index_select(dim, lines) * (1 - grid) + torch.tensor(INK) * grid
             image.index_copy_(dim, lines, darker)
     pixels = image.round().to(torch.uint8).contiguous()
     return ctypes.string_at(pixels.data_ptr(), pixels.numel())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from rich.console import Group
 from rich.style import Style
@@ -175,21 +175,26 @@ def _pixels(tiles: TileMap, rows: list[int], columns: list[int]) -> list[list[_P
 
 def _row_labels(rows: list[int], tile: int, step: int) -> dict[int, int]:
     """Line -> row at which a tile begins in it, at least three lines apart."""
-    labels: dict[int, int] = {}
-    for number, row in enumerate(rows[:-1]):
-        if row % tile == 0 and number // step >= max(labels, default=-3) + 3:
-            labels[number // step] = row
-    return labels
+    return {number // step: rows[number] for number in _ticks(rows, tile, 3 * step)}
 
 
 def _ruler(columns: list[int], tile: int, gutter: int) -> Text:
     """Key positions at which tiles begin, above their columns."""
     text = ""
-    for column, position in enumerate(columns[:-1]):
-        free = not text or column >= len(text) + 2
-        if position % tile == 0 and free and column + len(str(position)) < len(columns):
-            text = text.ljust(column) + str(position)
+    for column in _ticks(columns, tile, len(str(columns[-1])) + 2):
+        if column + len(str(columns[column])) < len(columns):
+            text = text.ljust(column) + str(columns[column])
     return Text(" " * gutter + text, "dim", no_wrap=True)
+
+
+def _ticks(edges: list[int], tile: int, room: int) -> list[int]:
+    """Indices of edges at the beginning of every tile, or every second, fourth, ..., at least ``room`` apart."""
+    step = tile
+    while True:
+        ticks = [index for index, position in enumerate(edges[:-1]) if position % step == 0]
+        if all(right - left >= room for left, right in pairwise(ticks)):
+            return ticks
+        step *= 2
 
 
 def _style(colour: Colour) -> Style:

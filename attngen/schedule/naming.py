@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-
-from attngen.ir.expr import TRUE, Binary, Compare, Const, Coord, Expr, Unary
+from attngen.ir.expr import TRUE, Binary, Compare, Const, Coord, Expr, Unary, operands
 from attngen.variant import Variant
 
 
@@ -26,7 +24,7 @@ def entry_name(variant: Variant, op: str, schedule: str) -> str:
 def mask_labels(mask: Expr) -> list[str]:
     """``causal``, ``window<left>``, ... for the conjuncts that are bands; ``mask`` for the rest."""
     labels: dict[str, None] = {}
-    for term in _conjuncts(mask):
+    for term in operands(mask, "and"):
         if term != TRUE:
             labels[_band_label(term)] = None
     return sorted(labels) or ["full"]
@@ -40,14 +38,6 @@ def score_labels(score: Expr) -> list[str]:
         if score.op == "mul" and isinstance(score.x, Const):
             return [f"softcap{score.x.value:g}".replace(".", "p").replace("+", "").replace("-", "m")]
     return ["bias" if isinstance(score, Binary) and score.op == "add" and isinstance(score.x, Coord) else "score"]
-
-
-def _conjuncts(expr: Expr) -> Iterator[Expr]:
-    if isinstance(expr, Binary) and expr.op == "and":
-        yield from _conjuncts(expr.x)
-        yield from _conjuncts(expr.y)
-    else:
-        yield expr
 
 
 def _band_label(term: Expr) -> str:

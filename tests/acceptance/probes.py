@@ -84,7 +84,9 @@ def noise(spec: ag.AttentionSpec, qo_len: int, kv_len: int, seed: int = 0) -> Re
     )
 
 
-def probe(spec: ag.AttentionSpec, qo_len: int, kv_len: int, values: Sequence[float] | torch.Tensor | None = None) -> Request:
+def probe(
+    spec: ag.AttentionSpec, qo_len: int, kv_len: int, values: Sequence[float] | torch.Tensor | None = None
+) -> Request:
     """``q = 0``, random keys, and ``v[j] = values[j]`` in every element; ``values[j]`` is ``j`` by default."""
     request = noise(spec, qo_len, kv_len)
     column = torch.arange(kv_len) if values is None else torch.as_tensor(values)
@@ -111,8 +113,10 @@ class Call:
     kv_lens: tuple[int, ...]
 
     def rows(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """What belongs to each request in a tensor shaped like q (its heads and dims may differ)."""
-        return _split(packed, self.qo_lens, ragged="qo_indptr" in self.lengths)
+        """What belongs to each request in a tensor shaped like q (or without its last dim)."""
+        ragged = "qo_indptr" in self.lengths
+        one_token = self.q.dim() == 3 and not ragged
+        return _split(packed.unsqueeze(1) if one_token else packed, self.qo_lens, ragged=ragged)
 
     def keys(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """The same for a tensor shaped like k."""
@@ -136,7 +140,9 @@ def pack(
     if op == "decode" or spec.kv.kind == "contiguous":
         q = _padded(queries, filler)
         if len(set(qo_lens)) > 1:
-            lengths["qo_lens"] = _int32(qo_lens)
+            lengths["qo_lens"] = int32(qo_lens)
+        elif op == "decode" and qo_lens[0] == 1:
+            q = q.squeeze(1)
     else:
         q = torch.cat(queries)
         lengths["qo_indptr"] = indptr(qo_lens)
@@ -145,14 +151,14 @@ def pack(
     if spec.kv.kind == "contiguous":
         kv = (_padded(keys, filler), _padded(values, filler))
         if len(set(kv_lens)) > 1:
-            lengths["kv_lens"] = _int32(kv_lens)
+            lengths["kv_lens"] = int32(kv_lens)
     elif spec.kv.kind == "ragged":
         kv = (torch.cat(keys), torch.cat(values))
         lengths["kv_indptr"] = indptr(kv_lens)
     else:
         table = page_table(kv_lens, spec.kv.page_size)
         kv = (tuple(_paged(rows, table, spec.kv.page_size, filler) for rows in (keys, values)),)
-        lengths |= {"page_table": table, "kv_lens": _int32(kv_lens)}
+        lengths |= {"page_table": table, "kv_lens": int32(kv_lens)}
     place = tuple(tuple(x.to(device) for x in t) if isinstance(t, tuple) else t.to(device) for t in kv)
     return Call(q.to(device), place, {name: t.to(device) for name, t in lengths.items()}, qo_lens, kv_lens)
 
@@ -187,10 +193,11 @@ def _padded(rows: Sequence[torch.Tensor], filler: float) -> torch.Tensor:
 
 def indptr(lens: Sequence[int]) -> torch.Tensor:
     """Running totals with a leading 0."""
-    return _int32([sum(lens[:b]) for b in range(len(lens) + 1)])
+    return int32([sum(lens[:b]) for b in range(len(lens) + 1)])
 
 
-def _int32(values: Sequence[int]) -> torch.Tensor:
+def int32(values: Sequence[int]) -> torch.Tensor:
+    """Lengths or indices as calls take them."""
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -264,7 +271,9 @@ def exact(
     return State(torch.einsum("hqk,khd->qhd", weights, v), lse.T)
 
 
-def exact_gradients(request: Request, dout: torch.Tensor, visible: torch.Tensor | None = None, **meaning: Any) -> Gradients:
+def exact_gradients(
+    request: Request, dout: torch.Tensor, visible: torch.Tensor | None = None, **meaning: Any
+) -> Gradients:
     """Gradients of ``sum(out * dout)`` by torch's autograd through :func:`exact`."""
     leaves = [t.double().requires_grad_() for t in (request.q, request.k, request.v)]
     out = exact(Request(*leaves), visible, **meaning).out

@@ -17,7 +17,10 @@ RUNS = [
     *((place, *heads, (64, 128)[n % 2]) for place in (REFERENCE, CPP) for n, heads in enumerate(HEADS)),
     *(on_gpu(TRITON, *heads, dim) for heads in HEADS for dim in (64, 128)),
 ]
-CALLS: dict[OpName, list[tuple[int, int]]] = {"prefill": [(5, 5), (5, 4096)], "decode": [(1, 4096), (5, 4096), (1, 5), (5, 5)]}
+CALLS: dict[OpName, list[tuple[int, int]]] = {
+    "prefill": [(5, 5), (5, 4096)],
+    "decode": [(1, 4096), (5, 4096), (1, 5), (5, 5)],
+}
 
 
 @pytest.mark.parametrize(("place", "qo_heads", "kv_heads", "dim"), RUNS)
@@ -36,4 +39,6 @@ def test_c25_every_query_head_reads_its_own_group(
 
 
 def by_head(request: Request) -> Request:
-    return Request(request.q, request.k, torch.arange(request.v.shape[1])[:, None].expand(request.v.shape).to(request.v))
+    return Request(
+        request.q, request.k, torch.arange(request.v.shape[1])[:, None].expand(request.v.shape).to(request.v)
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attngen.settings import Settings
 from attngen.store import Store
-from tests.store.children import context, race
+from tests.store.children import DECODE_KERNELS, DECODED, context, decode, race, start
 
 PROCESSES = 16
 ROUNDS = 20
@@ -39,7 +39,7 @@ def test_c52_racers_agree_and_every_key_is_built_once(tmp_path: Path) -> None:
     while any(racer.is_alive() for racer in racers):
         assert watcher.verify() == {}
         receive()
-        time.sleep(0.001)
+        time.sleep(0.01)
     receive()
 
     assert [racer.exitcode for racer in racers] == [0] * PROCESSES
@@ -49,3 +49,13 @@ def test_c52_racers_agree_and_every_key_is_built_once(tmp_path: Path) -> None:
     assert len(set(logs["builds"])) == ROUNDS
     assert len(list(watcher.entries())) == ROUNDS
     assert list((tmp_path / "cache" / "building").iterdir()) == []
+
+
+def test_c52_first_call_in_sixteen_processes(tmp_path: Path) -> None:
+    env = {"ATTNGEN_CACHE_DIR": str(tmp_path / "cache")}
+    for kernels_built in (DECODE_KERNELS, 0):
+        children = [start(decode, env=env) for _ in range(PROCESSES)]
+        reports = [child.report() for child in children]
+        assert all(report.items() >= DECODED.items() for report in reports)
+        assert sum(len(report["builds"]) for report in reports) == kernels_built
+        assert not any(report["warnings"] for report in reports)

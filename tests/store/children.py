@@ -20,6 +20,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import attngen
 from attngen.settings import Settings
 from attngen.store import Store, private
@@ -120,15 +122,13 @@ class _Records(logging.Handler):
 def build(
     *,
     delay: float = 0.0,
+    linger: float = 0.0,
     marker: Path | None = None,
     compiler: bool = False,
     stranger: bool = False,
-    umask: int | None = None,
     notice: float = private.WAIT_BEFORE_NOTICE,
 ) -> dict[str, Any]:
-    """Build one kernel with the settings of the environment."""
-    if umask is not None:
-        os.umask(umask)
+    """Build one kernel with the settings of the environment, and live on for ``linger`` seconds."""
     if stranger:
         become_stranger()
     private.WAIT_BEFORE_NOTICE = notice
@@ -144,6 +144,8 @@ def build(
             result = artifact.binary.read_bytes().decode()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        time.sleep(linger)
     return {
         "result": result,
         "folder": str(artifact.folder),
@@ -151,6 +153,31 @@ def build(
         "builds": len(records.starting("INFO", "attngen build ")),
         "warnings": records.starting("WARNING", ""),
     }
+
+
+def decode(*, umask: int | None = None) -> dict[str, Any]:
+    """Compile decode of causal GQA for this CPU, and call it on probe data: zero queries average the values 0 .. 8."""
+    if umask is not None:
+        os.umask(umask)
+    records = _listen()
+    torch.set_num_threads(1)
+    spec = attngen.AttentionSpec(
+        heads=attngen.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=64), mask=attngen.Causal(), dtype="fp32"
+    )
+    ops = attngen.compile(spec, target="cpu", ops=("decode",), backend="cpp")
+    k = torch.zeros(1, 9, 2, 64)
+    v = torch.arange(9.0).reshape(1, 9, 1, 1).expand(1, 9, 2, 64).contiguous()
+    out, lse = ops.decode(torch.zeros(1, 4, 64), k, v, return_lse=True)
+    return {
+        "mean position": out.unique().tolist(),
+        "visible keys": lse.double().exp().round(decimals=3).unique().tolist(),
+        "builds": records.starting("INFO", "attngen build "),
+        "warnings": records.starting("WARNING", ""),
+    }
+
+
+DECODED = {"mean position": [4.0], "visible keys": [9.0]}
+DECODE_KERNELS = 2  # decode and merge
 
 
 def become_stranger() -> None:

@@ -1,0 +1,125 @@
+"""C70: the op is opaque to Dynamo, so that ``fullgraph=True`` fails.
+
+Lengths are tensors everywhere, so that no ``max_seqlen`` exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attngen as ag
+from tests.acceptance.probes import Place, declare, noise, pack
+
+DENSE = declare(4, 2, dtype="fp32", mask=ag.Causal())
+RAGGED = declare(4, 2, dtype="fp32", mask=ag.Causal(), kv=ag.Ragged())
+PAGED = declare(4, 2, dtype="fp32", mask=ag.Causal(), kv=ag.Paged(page_size=16))
+EACH_SPEC = pytest.mark.parametrize("spec", [DENSE, RAGGED], ids=["contiguous", "ragged"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch.compiler.reset()
+
+
+def inputs(
+    place: Place, spec: ag.AttentionSpec, op: str = "prefill"
+) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+    shapes = [(128, 128)] if spec is DENSE else [(100, 100), (28, 40)]
+    call = pack(spec, op, [noise(spec, 1 if op == "decode" else n, m) for n, m in shapes], place.device, filler=0.0)
+    return (call.q, *call.kv), call.lengths
+
+
+def compiled(fn: Callable[..., Any], backend: str = "aot_eager") -> Callable[..., Any]:
+    return torch.compile(fn, fullgraph=True, backend=backend)
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    assert len(got) == len(want)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spec", "op"), [(DENSE, "prefill"), (RAGGED, "prefill"), (PAGED, "decode"), (DENSE, "decode")]
+)
+def test_c70_inference(kernels: Place, spec: ag.AttentionSpec, op: str) -> None:
+    ops = kernels.compile(spec)
+    tensors, lengths = inputs(kernels, spec, op)
+
+    def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return getattr(ops, op)(*args, **lengths, return_lse=True)
+
+    with torch.inference_mode():
+        assert_equal(compiled(run)(*tensors), run(*tensors))
+
+
+@EACH_SPEC
+def test_c70_training(kernels: Place, spec: ag.AttentionSpec) -> None:
+    ops = kernels.compile(spec)
+    tensors, lengths = inputs(kernels, spec)
+
+    def loss(*args: torch.Tensor) -> torch.Tensor:
+        out, lse = ops.attention(*args, **lengths, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    found = []
+    for fn in (loss, compiled(loss)):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        value = fn(*leaves)
+        value.backward()
+        found.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    assert_equal(found[1], found[0])
+
+
+@EACH_SPEC
+def test_c70_explicit_backward(kernels: Place, spec: ag.AttentionSpec) -> None:
+    ops = kernels.compile(spec)
+    tensors, lengths = inputs(kernels, spec)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, lse = ops.prefill(q, k, v, **lengths, return_lse=True)
+        return ops.backward(2 * out, q, k, v, out, lse, **lengths)[:3]
+
+    with torch.no_grad():
+        assert_equal(compiled(run)(*tensors), run(*tensors))
+
+
+def test_c70_default_compiler(kernels: Place) -> None:
+    ops = kernels.compile(DENSE)
+    tensors, _ = inputs(kernels, DENSE)
+
+    def run(*args: torch.Tensor) -> tuple[torch.Tensor]:
+        return (ops.prefill(*args),)
+
+    with torch.inference_mode():
+        assert_equal(compiled(run, "inductor")(*tensors), run(*tensors))
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of attngen's registered ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "attngen":
+            self.calls[func] = args
+        return func(*args, **(kwargs or {}))
+
+
+@EACH_SPEC
+def test_c70_opcheck(kernels: Place, spec: ag.AttentionSpec) -> None:
+    ops = kernels.compile(spec)
+    tensors, lengths = inputs(kernels, spec)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    with Recorder() as recorder:
+        out, lse = ops.attention(*leaves, **lengths, return_lse=True)
+        (out.sum() + lse.sum()).backward()
+    assert set(recorder.calls) == {torch.ops.attngen.forward.default, torch.ops.attngen.backward.default}
+    for op, args in recorder.calls.items():
+        torch.library.opcheck(op, args)

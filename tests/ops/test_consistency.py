@@ -1,0 +1,126 @@
+"""The three ops of one spec mean the same thing: token by token, in chunks, and at once; merged and differentiated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attngen as ag
+
+TOKENS = 75
+
+
+@ag.score_mod
+def distance_bias(score, b, h, q, k, slopes: ag.Tensor("num_qo_heads")):
+    return score + slopes[h] * (k - q)
+
+
+SPECS = {
+    "causal": {"mask": ag.Causal()},
+    "window-softcap": {"mask": ag.Causal() & ag.SlidingWindow(left=20), "score_mods": (ag.SoftCap(cap=4.0),)},
+    "alibi": {"mask": ag.Causal(), "score_mods": (ag.ALiBi(),)},
+    "bias": {"mask": ag.Causal(), "score_mods": (distance_bias,)},
+}
+
+
+def build(name: str, kv: object) -> tuple[ag.Ops, dict[str, torch.Tensor]]:
+    spec = ag.AttentionSpec(heads=ag.GQA(num_qo_heads=6, num_kv_heads=2, head_dim=32), dtype="fp32", kv=kv, **SPECS[name])
+    params = {"slopes": torch.linspace(0.01, 0.4, 6)} if name == "bias" else {}
+    return ag.compile(spec, backend="cpp"), params
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(1, TOKENS, 6, 32), torch.randn(1, TOKENS, 2, 32), torch.randn(1, TOKENS, 2, 32)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_decode_and_chunks_equal_one_prefill(name: str) -> None:
+    ops, params = build(name, ag.Contiguous())
+    q, k, v = tensors()
+    whole, whole_lse = ops.prefill(q, k, v, params=params, return_lse=True)
+    for start, stop in ((0, 31), (31, 64), (64, TOKENS)):
+        chunk, lse = ops.prefill(q[:, start:stop], k[:, :stop], v[:, :stop], params=params, return_lse=True)
+        torch.testing.assert_close(chunk, whole[:, start:stop], rtol=0, atol=2e-6)
+        torch.testing.assert_close(lse, whole_lse[:, start:stop], rtol=0, atol=4e-6)
+    for t in range(TOKENS):
+        token, lse = ops.decode(q[:, t], k[:, : t + 1], v[:, : t + 1], params=params, return_lse=True)
+        torch.testing.assert_close(token, whole[:, t], rtol=0, atol=2e-6)
+        torch.testing.assert_close(lse, whole_lse[:, t], rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_storage_does_not_change_the_result(name: str) -> None:
+    q, k, v = tensors()
+    contiguous, params = build(name, ag.Contiguous())
+    whole = contiguous.prefill(q, k, v, params=params)
+    indptr = torch.tensor([0, TOKENS], dtype=torch.int32)
+    ragged, _ = build(name, ag.Ragged())
+    assert torch.equal(ragged.prefill(q[0], k[0], v[0], qo_indptr=indptr, kv_indptr=indptr, params=params), whole[0])
+    paged, _ = build(name, ag.Paged(page_size=8))
+    pages = -(-TOKENS // 8)
+    pool = torch.full((2, pages * 8, 2, 32), float("nan"))
+    pool[0, :TOKENS], pool[1, :TOKENS] = k[0], v[0]
+    cache = tuple(pool.view(2, pages, 8, 2, 32))
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    lens = torch.tensor([TOKENS], dtype=torch.int32)
+    assert torch.equal(
+        paged.prefill(q[0], cache, qo_indptr=indptr, page_table=table, kv_lens=lens, params=params), whole[0]
+    )
+
+
+def test_partial_results_over_disjoint_keys_merge() -> None:
+    ops, _ = build("alibi", ag.Contiguous())
+    q, k, v = tensors()
+    whole, whole_lse = ops.prefill(q, k, v, return_lse=True)
+    position = torch.tensor([0], dtype=torch.int32)
+    parts = []
+    for start, stop in ((0, 40), (40, TOKENS)):
+        offset = torch.tensor([start], dtype=torch.int32)
+        keys = (k[:, start:stop], v[:, start:stop])
+        parts.append(ops.prefill(q, *keys, q_offset=position, kv_offset=offset, return_lse=True, partial=True))
+    out, lse = ag.merge_states([out for out, _ in parts], [lse for _, lse in parts])
+    torch.testing.assert_close(out, whole, rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=4e-6)
+
+
+def test_a_sink_takes_weight_once() -> None:
+    outs = torch.tensor([[[2.0]], [[4.0]]])
+    lses = torch.tensor([[1.0], [1.0]]).log()
+    out, lse = ag.merge_states(outs, lses, sink=torch.tensor([2.0]).log())
+    assert out.item() == pytest.approx(6.0 / 4.0)
+    assert lse.exp().item() == pytest.approx(2.0)
+
+
+def test_merging_a_part_without_keys_changes_nothing() -> None:
+    outs = torch.tensor([[[2.0]], [[float("nan")]]])
+    out, lse = ag.merge_states(outs, torch.tensor([[0.5], [float("-inf")]]))
+    assert (out.item(), lse.item()) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_autograd_gives_the_oracles_gradients(name: str) -> None:
+    ops, params = build(name, ag.Contiguous())
+    oracle = ag.compile(ops.spec, backend="reference")
+    leaves = [t.requires_grad_() for t in tensors()]
+    params = {key: t.clone().requires_grad_() for key, t in params.items()}
+    out, lse = ops.attention(*leaves, params=params, return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out, lse), [*leaves, *params.values()], (dout, dlse))
+    exact = oracle.backward(dout, *(t.detach() for t in leaves), out, lse, dlse=dlse, params={k: t.detach() for k, t in params.items()})
+    for got, want in zip(grads, [*exact[:3], *exact[3].values()], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_memory_of_forward_and_backward_does_not_grow_with_the_square() -> None:
+    import resource
+
+    ops, _ = build("causal", ag.Contiguous())
+    peaks = []
+    for tokens in (1024, 4096):
+        q, k, v = torch.randn(1, tokens, 6, 32), torch.randn(1, tokens, 2, 32), torch.randn(1, tokens, 2, 32)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        out, lse = ops.prefill(q, k, v, return_lse=True)
+        ops.backward(out, q, k, v, out, lse)
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert peaks[1] * 1024 < 6 * 4096 * 4096 * 4 / 8
