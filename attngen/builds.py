@@ -93,7 +93,7 @@ def build_all(jobs: Sequence[Job], console: Console, workers: int, *, every_op: 
         def say(line: str) -> None:
             progress.update(task, description=f"building {line}")
             if not console.is_terminal:
-                console.print(f"building {line}", highlight=False, soft_wrap=True)
+                console.print(f"building {line}", soft_wrap=True)
 
         def run(job: Job) -> list[KernelReport] | AttngenError:
             try:
@@ -151,6 +151,6 @@ def _progress(console: Console) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

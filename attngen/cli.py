@@ -164,7 +164,7 @@ def _print_report(report: BuildReport) -> None:
         console.print(Text(line, "dim"), soft_wrap=True)
     built = sum(kernel.built for kernel in report.kernels)
     states = f"{built} built, {len(report.kernels) - built} cached"
-    console.print(f"{_number(len(report.kernels), 'kernel')}: {states}, in {report.seconds:.2f} s", highlight=False)
+    console.print(f"{_number(len(report.kernels), 'kernel')}: {states}, in {report.seconds:.2f} s")
     for error in report.failures:
         _print_error(error)
 
@@ -193,7 +193,7 @@ def explain_spec(
         theirs = sections(diff)
         lines = difflib.unified_diff(_lines(found), _lines(theirs), source, diff)
         found = [Section(f"{source} and {diff}", "".join(lines), "diff")]
-    console = Console()
+    console = _console()
     for section in found:
         if not console.is_terminal:
             typer.echo(section.text, nl=False)
@@ -246,11 +246,11 @@ def show(
         request,
         dict(read_parameter(text) for text in param or ()),
     )
-    console = Console()
+    console = _console()
     console.print(terminal_picture(tiles, console.width, colour=console.color_system is not None), soft_wrap=True)
     if output is not None:
         save_png(tiles, output, _name(spec, source))
-        console.print(f"wrote {output}", highlight=False, soft_wrap=True)
+        console.print(f"wrote {output}", soft_wrap=True)
 
 
 @app.command()
@@ -279,7 +279,7 @@ def cache_ls() -> None:
         table.add_row(*words, _size(artifact.size), _age(artifact.age), artifact.folder.parent.name[:_PREFIX])
     if entries:
         console.print(table)
-    console.print(_total(entries), highlight=False)
+    console.print(_total(entries))
 
 
 @cache.command("clear")
@@ -293,9 +293,9 @@ def cache_clear(
     if not yes:
         typer.confirm(f"Remove {_total(entries)} from {root}?", abort=True)
     removed = store.clear()
-    _out().print(f"removed {_total(entries)} from {root}", highlight=False, soft_wrap=True)
+    _out().print(f"removed {_total(entries)} from {root}", soft_wrap=True)
     if removed > len(entries):
-        _out().print(f"{removed - len(entries)} of the folders removed were damaged", highlight=False)
+        _out().print(f"{removed - len(entries)} of the folders removed were damaged")
 
 
 @cache.command("verify")
@@ -304,7 +304,7 @@ def cache_verify() -> None:
     damaged = _store().verify()
     for folder, why in damaged.items():
         _out().print(Text(f"{folder}: {why}", "red"), soft_wrap=True)
-    _out().print(f"{_number(len(damaged), 'damaged entry')}", highlight=False)
+    _out().print(_number(len(damaged), "damaged entry"))
     if damaged:
         raise typer.Exit(1)
 
@@ -312,7 +312,7 @@ def cache_verify() -> None:
 @cache.command("gc")
 def cache_gc() -> None:
     """Remove what dead builds left behind, damaged entries, and logs of failures."""
-    _out().print(f"removed {_number(_store().collect(), 'leftover')}", highlight=False)
+    _out().print(f"removed {_number(_store().collect(), 'leftover')}")
 
 
 def _store() -> Store:
@@ -321,11 +321,16 @@ def _store() -> Store:
 
 def _out() -> Console:
     """Standard output, without breaks in lines: a narrow terminal wraps a table's row better than its cells."""
-    return Console(width=_WIDE)
+    return _console(width=_WIDE)
+
+
+def _console(width: int | None = None, *, stderr: bool = False) -> Console:
+    """A console that prints what it is given: brackets, colons and numbers have no meaning."""
+    return Console(width=width, stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def _err() -> Console:
-    return Console(stderr=True)
+    return _console(stderr=True)
 
 
 def _print_error(error: AttngenError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -10,13 +10,23 @@ from attngen.errors import SpecError
 
 
 class SpecModel(BaseModel):
-    """A frozen model. ``**fields`` are pydantic's own: the model's fields by name."""
+    """A frozen model, made from its fields by name or, in the order of ``positional``, by position."""
+
+    positional: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        named = dict(zip(self.positional, values, strict=False))
+        if len(values) > len(self.positional) or named.keys() & fields.keys():
+            raise SpecError(
+                f"{type(self).__name__} is given {len(values)} values by position",
+                where=type(self).__name__,
+                why=f"by position it takes {', '.join(self.positional) or 'none'}, each once",
+                fix="pass fields by name",
+            )
         try:
-            super().__init__(**fields)
+            super().__init__(**named, **fields)
         except ValidationError as error:
             raise _spec_error(type(self).__name__, error) from None
 

@@ -15,6 +15,7 @@ class Settings:
 
     Attributes:
         cache_dir: ``ATTNGEN_CACHE_DIR``: writable cache root; ``None`` means the platform's user cache folder.
+            Its content is executed: it must belong to the user or root, and nobody else may write to it.
         cache_path: ``ATTNGEN_CACHE_PATH``: read-only roots searched first, separated by ``os.pathsep``.
         backend: ``ATTNGEN_BACKEND``: forces one backend.
         debug: ``ATTNGEN_DEBUG=1..5``: compile lines, plan, expressions, source, assembly.

@@ -178,12 +178,12 @@ def test_compile_goes_on_after_a_failure(small: Path, tmp_path: Path):
 
 def test_compile_shows_what_the_toolchain_says(small: Path, monkeypatch: pytest.MonkeyPatch):
     kernel = KernelReport(
-        "small", "entry", Target.parse("cuda:sm90a"), True, 1.5, 2048, {"shared": 98304, "registers": 168}
+        "[bold]small", "entry", Target.parse("cuda:sm90a"), True, 1.5, 2048, {"shared": 98304, "registers": 168}
     )
     monkeypatch.setattr("attngen.cli.build_all", lambda *_, **__: BuildReport(kernels=[kernel], seconds=2.0))
     header, row, total = rows(succeed("compile", small, "--target", "cuda:sm90a"))
     assert header == ["spec", "kernel", "target", "seconds", "size", "shared", "registers"]
-    assert row == ["small", "entry", "cuda:sm90a", "built", "1.50", "2.0 KiB", "98304", "168"]
+    assert row == ["[bold]small", "entry", "cuda:sm90a", "built", "1.50", "2.0 KiB", "98304", "168"]
     assert total == ["1 kernel: 1 built, 0 cached, in 2.00 s"]
 
 
@@ -247,14 +247,18 @@ def test_explain_plan(small: Path):
     text = succeed("explain", small, "--op", "decode", "--backend", "cpp", "--target", "cpu")
     assert f"decode for {CPU} by cpp: 2 kernels" in text
     assert "forward: decode_causal_gqa2_fp32_d16" in text
-    assert "  grid          num_tiles * 2 * num_splits, num_tiles = batch * ceil(qo_len * 2 / 16)\n" in text
-    assert "  splits        clamp(keys // 512, 1, 64) parts a request\n" in text
+    plan = compiler.plan_op(ag.load_spec(small), "decode", Target.parse("cpu"), "cpp")
+    tiles, forward = plan.kernel("forward").tiles, plan.kernel("forward")
+    grid = f"num_tiles * 2 * num_splits, num_tiles = batch * ceil(qo_len * 2 / {tiles.q})"
+    assert f"  grid          {grid}\n" in text
+    assert f"  tile          {tiles.q} rows (token, head in group of 2) x {tiles.kv} keys\n" in text
+    assert f"  splits        clamp(keys // {forward.min_split}, 1, {forward.max_splits}) parts a request\n" in text
     assert "  keys          unbounded .. q1 (no part of it can be skipped)\n" in text
     assert "  unmasked      unbounded .. q0\n" in text
     assert "  tile any      q1 >= k0\n" in text
     assert "  args          q              *fp32\n" in text
     merge = text.partition("\nmerge: ")[2]
-    assert "  grid          ceil(num_tokens * 4 / 16)\n" in merge
+    assert f"  grid          ceil(num_tokens * 4 / {plan.kernel('merge').tiles.q})\n" in merge
     only = succeed("explain", small, "--op", "decode", "--backend", "cpp", "--target", "cpu", "--kernel", "merge")
     assert only.endswith(f"\nmerge: {merge}")
     assert "forward: " not in only
@@ -341,7 +345,9 @@ def test_show_counts_and_draws(tmp_path: Path):
 
 def test_show_takes_the_kernels_own_tiles_and_a_telling_length():
     text = succeed("show", "mistral-7b", "--target", "cuda:sm90a")
-    assert "prefill for cuda:sm90a by triton: 8192 queries x 8192 keys in tiles of 128 x 64, head 0" in text
+    plan = compiler.plan_op(ag.load_spec("mistral-7b"), "prefill", Target.parse("cuda:sm90a"), "triton")
+    tiles = plan.kernel("forward").tiles
+    assert f"by triton: 8192 queries x 8192 keys in tiles of {tiles.q} x {tiles.kv}, head 0" in text
 
 
 def test_show_reads_parameters(tmp_path: Path):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType
 from typing import Any, TextIO
 
@@ -116,17 +117,22 @@ def find_line(error: BaseException, path: Path) -> int | None:
     for e in _causes(error):
         if isinstance(e, SyntaxError):
             return e.lineno
-        function, node = getattr(e, "src", None), getattr(e, "node", None)
-        start = text.find(function) if isinstance(function, str) and function else -1
-        line = getattr(node, "lineno", None)
-        if start >= 0 and line is not None:
-            return text.count("\n", 0, start) + int(line)
-    line, traceback = None, error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == str(path):
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return line
+        if line := _line_in_file(text, getattr(e, "src", None), getattr(e, "node", None)):
+            return line
+    line, source, node = None, None, None
+    for frame, number in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == str(path):
+            line = number
+        node = frame.f_locals.get("node", node)
+        source = getattr(frame.f_locals.get("self"), "src", source)
+    return line or _line_in_file(text, source, node)
+
+
+def _line_in_file(text: str, function: object, node: object) -> int | None:
+    """The line of a syntax tree's ``node``, which counts from the first line of ``function``, in ``text``."""
+    start = text.find(function) if isinstance(function, str) and function else -1
+    line = getattr(node, "lineno", None)
+    return text.count("\n", 0, start) + line if start >= 0 and isinstance(line, int) else None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -211,6 +211,8 @@ def div(x: Expr, y: Expr) -> Expr:
     """``x / y``, a product for constant ``y``; without zeros on top."""
     if isinstance(y, Const) and y != ZERO and math.isfinite(y.value):
         return mul(Const(1.0 / y.value), x)
+    if isinstance(x, Select) and ZERO in (x.x, x.y):
+        return choose(x.condition, div(x.x, y), div(x.y, y))
     return ZERO if x == ZERO else binary("div", x, y)
 
 

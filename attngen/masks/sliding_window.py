@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ class SlidingWindow(MaskMod):
         right: keys after the query's own position.
     """
 
+    positional: ClassVar[tuple[str, ...]] = ("left", "right")
     kind: Literal["sliding_window"] = "sliding_window"
     left: int = Field(ge=0, lt=2**30)
     right: int = Field(default=0, ge=0, lt=2**30)

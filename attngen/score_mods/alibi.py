@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from attngen.ir.expr import H, Expr, K, Load, Q, binary, compare, select, unary
 from attngen.ir.params import Param
@@ -18,6 +18,7 @@ class ALiBi(ScoreMod):
             every other slope of ``2 n`` heads for the rest.
     """
 
+    positional: ClassVar[tuple[str, ...]] = ("slopes",)
     kind: Literal["alibi"] = "alibi"
     slopes: str | None = None
 

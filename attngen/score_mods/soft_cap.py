@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from attngen.score_mods.base import ScoreMod
 class SoftCap(ScoreMod):
     """``cap * tanh(score / cap)``; no cap is written by leaving the mod out, so 0 is refused."""
 
+    positional: ClassVar[tuple[str, ...]] = ("cap",)
     kind: Literal["soft_cap"] = "soft_cap"
     cap: float = Field(gt=0)
 

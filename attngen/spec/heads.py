@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,7 @@ class _Heads(SpecModel):
 class MHA(_Heads):
     """Multi-head attention: every query head has its own keys and values."""
 
+    positional: ClassVar[tuple[str, ...]] = ("num_heads", "head_dim", "head_dim_vo")
     kind: Literal["mha"] = "mha"
     num_heads: Count
 
@@ -45,6 +46,7 @@ class MHA(_Heads):
 class MQA(_Heads):
     """Multi-query attention (Shazeer, arXiv 1911.02150): all query heads share one key and value head."""
 
+    positional: ClassVar[tuple[str, ...]] = ("num_qo_heads", "head_dim", "head_dim_vo")
     kind: Literal["mqa"] = "mqa"
     num_qo_heads: Count
 
@@ -56,6 +58,7 @@ class MQA(_Heads):
 class GQA(_Heads):
     """Grouped-query attention (Ainslie et al., arXiv 2305.13245): query head ``h`` reads key head ``h // group_size``."""
 
+    positional: ClassVar[tuple[str, ...]] = ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo")
     kind: Literal["gqa"] = "gqa"
     num_qo_heads: Count
     num_kv_heads: Count

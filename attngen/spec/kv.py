@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -34,6 +34,7 @@ class Paged(SpecModel):
         dtype: element type of the cache; the spec's dtype when omitted.
     """
 
+    positional: ClassVar[tuple[str, ...]] = ("page_size", "layout", "dtype")
     kind: Literal["paged"] = "paged"
     page_size: int = Field(ge=1, le=65536)
     layout: Literal["NHD", "HND"] = "NHD"

@@ -1,7 +1,7 @@
 """Where cases run, what they feed in, and an oracle of their own.
 
-Probe data make faults exact: with ``q = 0`` every visible key has the same weight, so that with ``v[j] = j`` the output is the
-mean visible position and ``exp(lse)`` the number of visible keys.
+Probe data make faults exact: with ``q = 0`` every visible key has the same weight, so that with ``v[j] = j`` the output
+is the mean visible position and ``exp(lse)`` the number of visible keys.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def declare(qo_heads: int = 1, kv_heads: int = 1, head_dim: int = 64, **fields: 
 
 @dataclass(frozen=True)
 class Request:
-    """``q [qo_len, num_qo_heads, head_dim_qk]``, ``k, v [kv_len, num_kv_heads, dim]`` on the CPU, in the spec's dtype."""
+    """``q [qo_len, num_qo_heads, dim]``, ``k, v [kv_len, num_kv_heads, dim]`` on the CPU, in the spec's dtype."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -257,6 +257,7 @@ def exact(
     """The same attention, dense and in float64.
 
     Args:
+        request: tensors of any dtype, with gradients or without.
         visible: bool ``[qo_len, kv_len]``.
         sm_scale: ``head_dim_qk ** -0.5`` when omitted.
         modify: maps scaled scores ``[num_qo_heads, qo_len, kv_len]`` to logits.
@@ -287,7 +288,7 @@ def band(qo_len: int, kv_len: int, left: int | None = None) -> torch.Tensor:
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor | float, *, atol: float = 2e-2) -> None:
-    """No NaN, within ``atol`` for values of order 1; larger ones may also be off by their own rounding to ``got``'s dtype."""
+    """No NaN, and within ``atol``; large values may also be off by their own rounding to ``got``'s dtype."""
     wanted = torch.as_tensor(want, dtype=torch.float64).expand(got.shape)
     torch.testing.assert_close(got.double(), wanted, atol=atol, rtol=torch.finfo(got.dtype).eps / 2)
 

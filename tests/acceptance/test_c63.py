@@ -1,6 +1,6 @@
 """C63: a failed compile shows hundreds of lines and no cause, and a compiler is demanded where nothing needs it.
 
-The compiler here is the one of C++, named by ``CXX``; no part of a CUDA toolkit is used, so ``CUDA_HOME`` has no meaning.
+The compiler here is that of C++, named by ``CXX``; no part of a CUDA toolkit is used, so ``CUDA_HOME`` means nothing.
 """
 
 from __future__ import annotations

@@ -68,6 +68,15 @@ def test_an_error_in_a_function_the_kernel_calls_is_found(tmp_path: Path) -> Non
     assert "  >    7 |     return x.to(tl.nothing)" in error.value.why
 
 
+@pytest.mark.triton_compile
+def test_python_that_triton_does_not_speak_is_found(tmp_path: Path) -> None:
+    source = SCALE.replace("    valid = rows", "    first = second = columns\n    valid = rows")
+    with pytest.raises(ag.BuildError) as error:
+        build(source, make_plan("scale", SCALE_ARGS, "cuda:sm80"), tmp_path)
+    assert error.value.where == "scale.py, line 11"
+    assert "  >   11 |     first = second = columns" in error.value.why
+
+
 def _kernel(target: str) -> RenderedKernel:
     plan = make_plan("scale", SCALE_ARGS, target)
     return RenderedKernel("scale", SCALE, ".py", TritonBackend().flags(plan), plan.target)

@@ -117,3 +117,14 @@ def test_captured_tensors_stay_out_of_equality_and_files() -> None:
     kept = ag.compile(spec, backend="reference").prefill(q, k, v)
     passed = ag.compile(loaded, backend="reference").prefill(q, k, v, params={"bias": bias})
     assert torch.equal(kept, passed)
+
+
+def test_primitives_take_their_arguments_by_position() -> None:
+    assert ag.SlidingWindow(4, 1) == ag.SlidingWindow(left=4, right=1)
+    assert ag.ALiBi("slopes") == ag.ALiBi(slopes="slopes")
+    assert ag.GQA(8, 2, 64) == ag.GQA(num_qo_heads=8, num_kv_heads=2, head_dim=64)
+    assert ag.SoftCap(30.0) == ag.SoftCap(cap=30)
+    with pytest.raises(ag.SpecError, match="Causal is given 1 values by position"):
+        ag.Causal(3)
+    with pytest.raises(ag.SpecError, match="takes num_heads, head_dim, head_dim_vo, each once"):
+        ag.MHA(8, num_heads=8, head_dim=64)

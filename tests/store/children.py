@@ -40,7 +40,9 @@ class Child:
 
     def report(self, timeout: float = 60.0) -> dict[str, Any]:
         """Wait for the end and return what the action found; a crash fails the test."""
-        assert self.reports.poll(timeout), "the child hangs"
+        if not self.reports.poll(timeout):
+            self.kill_group()
+            raise AssertionError(f"the child said nothing for {timeout} s")
         report: dict[str, Any] = self.reports.recv()
         self._join()
         assert self.process.exitcode == 0

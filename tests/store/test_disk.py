@@ -391,6 +391,17 @@ def test_toolchain_that_meets_a_full_disk(
     assert len(list(store.entries())) == 2
 
 
+class OpaqueCompiler(FakeToolchain):
+    """Needs 1 MiB, and only says that it failed."""
+
+    def build(self, kernel: Any, folder: Path) -> Any:
+        try:
+            (folder / "object").write_bytes(bytes(1 << 20))
+        except OSError:
+            raise BuildError("the compiler failed") from None
+        return super().build(kernel, folder)
+
+
 def build_on_a_full_disk(disk: Path) -> dict[str, Any]:
     """A warm and a cold kernel on a small disk without room; where mounts are not allowed, writes fail instead."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -406,6 +417,7 @@ def build_on_a_full_disk(disk: Path) -> dict[str, Any]:
         with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
             while True:
                 filler.write(bytes(4096))
+        os.truncate(disk / "filler", (disk / "filler").stat().st_size - (256 << 10))
     else:
         write = private.write_file
 
@@ -417,7 +429,7 @@ def build_on_a_full_disk(disk: Path) -> dict[str, Any]:
         private.write_file = full
     warm = store.get_or_build(KERNEL, FakeToolchain(failure=BuildError("built twice")), {})
     report = build()
-    return {"warm": warm.folder, "cold": store.get_or_build(other_kernel(1), FakeToolchain(), {}).folder, **report}
+    return {"warm": warm.folder, "cold": store.get_or_build(other_kernel(1), OpaqueCompiler(), {}).folder, **report}
 
 
 def test_full_disk(tmp_path: Path) -> None:
