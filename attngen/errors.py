@@ -17,9 +17,17 @@ class AttngenError(Exception):
         self.what, self.where, self.why, self.fix = what, where, why, fix
         super().__init__(what, where, why, fix)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross process pools."""
+        return _restore, (type(self), self.what, self.where, self.why, self.fix), self.__dict__
+
     def __str__(self) -> str:
         parts = (("where", self.where), ("why", self.why), ("fix", self.fix))
         return "\n".join([self.what, *(f"  {label}: {text}" for label, text in parts if text)])
+
+
+def _restore(kind: type[AttngenError], what: str, where: str, why: str, fix: str) -> AttngenError:
+    return kind(what, where=where, why=why, fix=fix)
 
 
 class SpecError(AttngenError, ValueError):

@@ -194,11 +194,16 @@ def mul(x: Expr, y: Expr) -> Expr:
         if x in (ZERO, ONE, Const(-1.0)):
             return ZERO if x == ZERO else y if x == ONE else neg(y)
     for factor, other in ((x, y), (y, x)):
-        if isinstance(factor, Select) and ZERO in (factor.x, factor.y):
+        if isinstance(factor, Select) and _may_be_zero(factor):
             return choose(factor.condition, mul(factor.x, other), mul(factor.y, other))
     if isinstance(y, Binary) and y.op == "mul" and isinstance(y.x, Const):
         return mul(mul(y.x, x), y.y) if isinstance(x, Const) else mul(y.x, mul(x, y.y))
     return binary("mul", x, y)
+
+
+def _may_be_zero(expr: Expr) -> bool:
+    """Whether some branch of a selection is the constant 0."""
+    return expr == ZERO or (isinstance(expr, Select) and (_may_be_zero(expr.x) or _may_be_zero(expr.y)))
 
 
 def _rounded(value: float) -> float:
@@ -211,7 +216,7 @@ def div(x: Expr, y: Expr) -> Expr:
     """``x / y``, a product for constant ``y``; without zeros on top."""
     if isinstance(y, Const) and y != ZERO and math.isfinite(y.value):
         return mul(Const(1.0 / y.value), x)
-    if isinstance(x, Select) and ZERO in (x.x, x.y):
+    if isinstance(x, Select) and _may_be_zero(x):
         return choose(x.condition, div(x.x, y), div(x.y, y))
     return ZERO if x == ZERO else binary("div", x, y)
 
