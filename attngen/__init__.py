@@ -50,6 +50,9 @@ from attngen.spec import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "GQA",
+    "MHA",
+    "MQA",
     "ALiBi",
     "And",
     "ArgumentError",
@@ -62,9 +65,6 @@ __all__ = [
     "CustomMask",
     "CustomScoreMod",
     "Full",
-    "GQA",
-    "MHA",
-    "MQA",
     "MaskMod",
     "Not",
     "Ops",

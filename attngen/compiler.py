@@ -221,5 +221,8 @@ def device_target(device: torch.device) -> Target:
     if device.type == "cuda":
         return Target.from_cuda_capability(*torch.cuda.get_device_capability(device))
     raise UnsupportedError(
-        f"no backend serves {device.type} tensors", where="device", why="kernels run on cpu and cuda", fix="move the tensors"
+        f"no backend serves {device.type} tensors",
+        where="device",
+        why="kernels run on cpu and cuda",
+        fix="move the tensors",
     )

@@ -258,10 +258,12 @@ def build_for_other_machines(console: Console, spec: ag.AttentionSpec) -> None:
             start = time.perf_counter()
             ops = ag.compile(spec, target=target, ops=OPS, progress=lambda line: status.update(f"compiling {line}"))
             seconds = time.perf_counter() - start
-        console.print(f"[bold]{machine}[/] ({target}), ready after {seconds:.2f} s", highlight=False)
-        for name, folders in ops.artifacts.items():
-            for folder in folders:
-                console.print(f"  {name:8} {folder}", highlight=False, soft_wrap=True)
+        kernels = [kernel for name in OPS for kernel in ops.op(name).kernels]
+        cache = kernels[0].folder.parents[1]
+        console.print(f"[bold]{machine}[/] ({target}), ready after {seconds:.2f} s, in {cache}", highlight=False)
+        for kernel in kernels:
+            size, digest = kernel.binary.stat().st_size, kernel.folder.parent.name
+            console.print(f"  {size / 1024:4.0f} KiB  {digest[:8]}…  {kernel.binary.name}", highlight=False)
 
 
 def ready(spec: ag.AttentionSpec, op: OpName) -> ag.Ops:

@@ -21,7 +21,9 @@ def rows_of(case: str, contenders: dict, exact: torch.Tensor, work: float, unit:
     return [Row(case, name, ms, work / ms / 1e6, unit, errors[name]) for name, ms in times.items()]
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: ag.MaskMod, mods: tuple = ()) -> torch.Tensor:
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: ag.MaskMod, mods: tuple = ()
+) -> torch.Tensor:
     """The float64 oracle on fp32 inputs ``[batch, tokens, heads, dim]``."""
     heads = ag.GQA(num_qo_heads=q.shape[2], num_kv_heads=k.shape[2], head_dim=q.shape[3])
     spec = ag.AttentionSpec(heads=heads, mask=mask, score_mods=mods, dtype="fp32")
@@ -38,7 +40,9 @@ def prefill() -> list[Row]:
         "attngen": partial(ops.prefill, q, k, v),
         "sdpa": lambda: F.scaled_dot_product_attention(qt, kt, vt, is_causal=True).transpose(1, 2),
     }
-    return rows_of("prefill causal 8x2048x64", contenders, exact_attention(q, k, v, spec.mask), 2 * 8 * 2048**2 * 64, "GFLOP/s")
+    return rows_of(
+        "prefill causal 8x2048x64", contenders, exact_attention(q, k, v, spec.mask), 2 * 8 * 2048**2 * 64, "GFLOP/s"
+    )
 
 
 def window_softcap() -> list[Row]:
@@ -55,11 +59,15 @@ def window_softcap() -> list[Row]:
     block_mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= 255), None, None, 2048, 2048, device="cpu")
 
     def peer() -> torch.Tensor:
-        return flex(qt, kt, vt, score_mod=lambda s, b, h, i, j: 50 * torch.tanh(s / 50), block_mask=block_mask).transpose(1, 2)
+        return flex(
+            qt, kt, vt, score_mod=lambda s, b, h, i, j: 50 * torch.tanh(s / 50), block_mask=block_mask
+        ).transpose(1, 2)
 
     contenders = {"attngen": partial(ops.prefill, q, k, v), "flex": peer}
     exact = exact_attention(q, k, v, spec.mask, spec.score_mods)
-    return rows_of("prefill window 256 softcap 8x2048x64", contenders, exact, 4 * 8 * 64 * (2048 * 256 - 256**2 / 2), "GFLOP/s")
+    return rows_of(
+        "prefill window 256 softcap 8x2048x64", contenders, exact, 4 * 8 * 64 * (2048 * 256 - 256**2 / 2), "GFLOP/s"
+    )
 
 
 def decode() -> list[Row]:
@@ -69,14 +77,24 @@ def decode() -> list[Row]:
         q, k, v = torch.randn(1, 1, qo, dim), torch.randn(1, 8192, kv, dim), torch.randn(1, 8192, kv, dim)
         qt = q.transpose(1, 2)
         kt, vt = (x.transpose(1, 2).contiguous() for x in (k, v))
-        ops = ag.compile(ag.AttentionSpec(heads=ag.GQA(num_qo_heads=qo, num_kv_heads=kv, head_dim=dim), dtype="fp32"), backend="cpp")
+        ops = ag.compile(
+            ag.AttentionSpec(heads=ag.GQA(num_qo_heads=qo, num_kv_heads=kv, head_dim=dim), dtype="fp32"), backend="cpp"
+        )
         nhd = {"k": kt.transpose(1, 2), "v": vt.transpose(1, 2)}
         contenders = {
             "attngen": partial(ops.decode, q, k, v),
             "attngen heads-first": partial(ops.decode, q, nhd["k"], nhd["v"]),
-            "sdpa": lambda qt=qt, kt=kt, vt=vt: F.scaled_dot_product_attention(qt, kt, vt, enable_gqa=True).transpose(1, 2),
+            "sdpa": lambda qt=qt, kt=kt, vt=vt: F.scaled_dot_product_attention(qt, kt, vt, enable_gqa=True).transpose(
+                1, 2
+            ),
         }
-        rows += rows_of(f"decode {qo}/{kv} kv 8192 d{dim}", contenders, exact_attention(q, k, v, ag.Full()), 8 * 8192 * kv * dim, "GB/s")
+        rows += rows_of(
+            f"decode {qo}/{kv} kv 8192 d{dim}",
+            contenders,
+            exact_attention(q, k, v, ag.Full()),
+            8 * 8192 * kv * dim,
+            "GB/s",
+        )
     return rows
 
 

@@ -123,7 +123,14 @@ def _paged(batch: int, length: int, heads: int, dim: int, page: int) -> tuple[to
 def decode() -> list[Row]:
     """32/8 heads, d 128, paged; replays of a CUDA graph; bytes of keys and values read."""
     rows = []
-    for batch, length, page in ((64, 8192, 16), (64, 1024, 16), (16, 2048, 16), (1, 8192, 16), (1, 131072, 16), (64, 8192, 64)):
+    for batch, length, page in (
+        (64, 8192, 16),
+        (64, 1024, 16),
+        (16, 2048, 16),
+        (1, 8192, 16),
+        (1, 131072, 16),
+        (64, 8192, 64),
+    ):
         k, v, table = _paged(batch, length, 8, 128, page)
         q = torch.randn(batch, 32, 128, device="cuda", dtype=torch.bfloat16)
         lens = torch.full((batch,), length, device="cuda", dtype=torch.int32)
@@ -132,8 +139,10 @@ def decode() -> list[Row]:
         ops = ag.compile(spec, backend="triton")
         ops.warmup("decode")
         run = partial(ops.decode, q, (k, v), page_table=table, kv_lens=lens)
-        dense = (x[table[:2].long().flatten()].view(-1, length, 8, 128)[:2] for x in (k, v)) if batch > 1 else (
-            x[table.long().flatten()].view(1, length, 8, 128) for x in (k, v)
+        dense = (
+            (x[table[:2].long().flatten()].view(-1, length, 8, 128)[:2] for x in (k, v))
+            if batch > 1
+            else (x[table.long().flatten()].view(1, length, 8, 128) for x in (k, v))
         )
         keys, values = (x.transpose(1, 2).repeat_interleave(4, 1).float() for x in dense)
         some = q[: keys.shape[0]].unsqueeze(2).float()
@@ -146,7 +155,9 @@ def decode() -> list[Row]:
         case = f"decode 32/8 d128 b{batch} kv{length} page{page}"
         moved = 2 * batch * length * 8 * 128 * 2
         times = time_gpu(contenders, calls=1)
-        rows += [Row(case, n, ms, moved / ms / 1e9, "TB/s", error if n == "attngen" else 0.0) for n, ms in times.items()]
+        rows += [
+            Row(case, n, ms, moved / ms / 1e9, "TB/s", error if n == "attngen" else 0.0) for n, ms in times.items()
+        ]
         del k, v, keys, values
     return rows
 
@@ -233,4 +244,6 @@ if __name__ == "__main__":
         began = time.perf_counter()
         results += GROUPS[group]()
         print(f"{group}: {time.perf_counter() - began:.0f} s", flush=True)
-    report("gpu" if chosen == list(GROUPS) else "gpu-" + "-".join(chosen), results, triton=__import__("triton").__version__)
+    report(
+        "gpu" if chosen == list(GROUPS) else "gpu-" + "-".join(chosen), results, triton=__import__("triton").__version__
+    )

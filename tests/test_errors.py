@@ -15,7 +15,9 @@ def test_text_says_what_where_why_and_what_to_do() -> None:
     assert isinstance(error, ValueError)
 
 
-@pytest.mark.parametrize("kind", [ag.SpecError, ag.UnsupportedError, ag.ArgumentError, ag.BuildError, ag.CacheMissError])
+@pytest.mark.parametrize(
+    "kind", [ag.SpecError, ag.UnsupportedError, ag.ArgumentError, ag.BuildError, ag.CacheMissError]
+)
 def test_errors_survive_pickling(kind: type[ag.AttngenError]) -> None:
     error = kind("a", where="b", why="c", fix="d")
     error.log = "printed"

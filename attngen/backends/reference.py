@@ -43,8 +43,10 @@ def forward(variant: Variant, inputs: Inputs, dtype: torch.dtype = torch.float64
     for request in requests(variant, inputs.batch):
         if request.qo_len:
             own = slice(request.rows.start, request.rows.start + request.qo_len)
-            o, l = _attend(variant, request, q[own], k[request.keys], v[request.keys], params, dtype)
-            outs.append(o), lses.append(l), rows.append(torch.arange(own.start, own.stop, device=q.device))
+            rows.append(torch.arange(own.start, own.stop, device=q.device))
+            part = _attend(variant, request, q[own], k[request.keys], v[request.keys], params, dtype)
+            outs.append(part[0])
+            lses.append(part[1])
     if rows:
         index = torch.cat(rows)
         out, lse = out.index_copy(0, index, torch.cat(outs)), lse.index_copy(0, index, torch.cat(lses))
@@ -63,12 +65,16 @@ def backward(
 def _differentiated(
     variant: Variant, inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))}
+    leaves = {
+        name: t.detach().to(dtype).requires_grad_() for name, t in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
+    }
     wanted = {p.name for p in variant.gradient_params}
     params = {
-        name: value.detach().to(dtype).requires_grad_() if name in wanted else value for name, value in inputs.params.items()
+        name: value.detach().to(dtype).requires_grad_() if name in wanted else value
+        for name, value in inputs.params.items()
     }
-    out, lse = forward(variant, replace(inputs, **leaves, params=params), dtype)
+    leaf = replace(inputs, q=leaves["q"], k=leaves["k"], v=leaves["v"], params=params)
+    out, lse = forward(variant, leaf, dtype)
     total = (out * flat(dout).to(dtype)).sum()
     if dlse is not None:
         total = total + torch.where(lse.isinf(), 0.0, lse * dlse.reshape(lse.shape).to(dtype)).sum()
@@ -144,8 +150,9 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     device = q.device
     k, v = (t.repeat_interleave(variant.group_size, dim=1) for t in (k, v))
-    env = {
-        "score": torch.einsum("qhd,khd->hqk", q, k) * variant.sm_scale,
+    score = torch.einsum("qhd,khd->hqk", q, k) * variant.sm_scale
+    env: dict[str, torch.Tensor | int | float] = {
+        "score": score,
         "b": request.index,
         "h": torch.arange(variant.num_qo_heads, device=device)[:, None, None],
         "q": (request.q_offset + torch.arange(q.shape[0], device=device))[:, None],
@@ -153,7 +160,7 @@ def _attend(
         "qo_len": request.qo_len,
         "kv_len": k.shape[0],
     }
-    visible = evaluate(variant.mask, env, params, dtype).expand(env["score"].shape)
+    visible = evaluate(variant.mask, env, params, dtype).expand(score.shape)
     logits = torch.where(visible, evaluate(variant.score, env, params, dtype).expand(visible.shape), float("-inf"))
     seen = visible.any(-1)
     lse = torch.where(seen, torch.logsumexp(torch.where(seen[..., None], logits, 0.0), -1), float("-inf"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from attngen.codegen.printer import Dialect, float32_literal
 from attngen.ir.expr import Type
 from attngen.ir.params import Param
@@ -10,14 +12,22 @@ from attngen.ir.params import Param
 class TritonDialect(Dialect):
     """Triton's Python: values are tensors or scalars of ``tl``."""
 
-    _NATIVE = {
+    _NATIVE: ClassVar = {
         "min": "tl.minimum",
         "max": "tl.maximum",
         "select": "tl.where",
-        **{name: f"tl.{name}" for name in ("abs", "floor", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos")},
+        **{
+            name: f"tl.{name}" for name in ("abs", "floor", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos")
+        },
     }
-    _HELPERS = {"floordiv": "floor_div", "mod": "floor_mod", "pow": "power", "tanh": "tanh", "sigmoid": "sigmoid"}
-    _TYPES = {"i32": "tl.int32", "f32": "tl.float32", "bool": "tl.int1"}
+    _HELPERS: ClassVar = {
+        "floordiv": "floor_div",
+        "mod": "floor_mod",
+        "pow": "power",
+        "tanh": "tanh",
+        "sigmoid": "sigmoid",
+    }
+    _TYPES: ClassVar = {"i32": "tl.int32", "f32": "tl.float32", "bool": "tl.int1"}
 
     def constant(self, value: bool | int | float) -> str:
         if isinstance(value, float):
@@ -47,16 +57,19 @@ class TritonDialect(Dialect):
 class CppDialect(Dialect):
     """C++17 scalars; helpers are inline and free of branches, so that loops over them vectorize."""
 
-    _HELPERS = {
+    _HELPERS: ClassVar = {
         "min": "minimum",
         "max": "maximum",
         "abs": "absolute",
         "floordiv": "floor_div",
         "mod": "floor_mod",
         "pow": "power",
-        **{name: f"{name}_f32" for name in ("floor", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")},
+        **{
+            name: f"{name}_f32"
+            for name in ("floor", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")
+        },
     }
-    _TYPES = {"i32": "int32_t", "f32": "float", "bool": "bool"}
+    _TYPES: ClassVar = {"i32": "int32_t", "f32": "float", "bool": "bool"}
 
     def constant(self, value: bool | int | float) -> str:
         if isinstance(value, bool):

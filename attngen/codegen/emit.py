@@ -70,8 +70,11 @@ class Emit:
 
     def param_gradients(self, **names: str) -> list[ParamGradient]:
         """Contributions of one logit to the gradients of the floating parameters."""
-        return [self._param_gradient(load, slope, names) for load, slope in param_gradients(self._plan.variant.score)
-                if any(p.name == load.param for p in self._plan.variant.gradient_params)]
+        return [
+            self._param_gradient(load, slope, names)
+            for load, slope in param_gradients(self._plan.variant.score)
+            if any(p.name == load.param for p in self._plan.variant.gradient_params)
+        ]
 
     def _param_gradient(self, load: Load, slope: Expr, names: dict[str, str]) -> ParamGradient:
         printer = Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)

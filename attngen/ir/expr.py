@@ -95,7 +95,9 @@ class Const(Expr):
 
     def __post_init__(self) -> None:
         if isinstance(self.value, float) and self.value != self.value:
-            raise SpecError("nan is not a constant", where="expression", why="no comparison with nan is true", fix="remove it")
+            raise SpecError(
+                "nan is not a constant", where="expression", why="no comparison with nan is true", fix="remove it"
+            )
 
     # 1, 1.0 and True are equal in Python but different constants here.
     def __eq__(self, other: object) -> bool:
@@ -118,7 +120,10 @@ class Coord(Expr):
     def __post_init__(self) -> None:
         if self.name not in COORDS:
             raise SpecError(
-                f"unknown name {self.name!r}", where="expression", why="it is no coordinate", fix=f"use {', '.join(COORDS)}"
+                f"unknown name {self.name!r}",
+                where="expression",
+                why="it is no coordinate",
+                fix=f"use {', '.join(COORDS)}",
             )
 
     @property

@@ -30,11 +30,16 @@ class Param:
     def __post_init__(self) -> None:
         if not _IDENTIFIER.fullmatch(self.name) or self.name.startswith("attngen"):
             raise SpecError(
-                f"{self.name!r} cannot name a parameter", where="parameter", why="it is no plain identifier", fix="rename it"
+                f"{self.name!r} cannot name a parameter",
+                where="parameter",
+                why="it is no plain identifier",
+                fix="rename it",
             )
         if self.dtype not in PARAM_DTYPES or self.dtype not in DTYPES:
             raise SpecError(
-                f"parameter {self.name!r} has dtype {self.dtype!r}", where="parameter", fix=f"use {', '.join(PARAM_DTYPES)}"
+                f"parameter {self.name!r} has dtype {self.dtype!r}",
+                where="parameter",
+                fix=f"use {', '.join(PARAM_DTYPES)}",
             )
 
     @property

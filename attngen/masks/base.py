@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import Field
 
@@ -31,14 +31,14 @@ class MaskMod(SpecModel):
         """Tensors captured at declaration, by parameter name. They live in this Python object only."""
         return {}
 
-    def __and__(self, other: MaskMod) -> And:
-        return And(operands=(self, other))
+    def __and__(self, other: Mask) -> And:
+        return And(operands=(cast("Mask", self), other))
 
-    def __or__(self, other: MaskMod) -> Or:
-        return Or(operands=(self, other))
+    def __or__(self, other: Mask) -> Or:
+        return Or(operands=(cast("Mask", self), other))
 
     def __invert__(self) -> Not:
-        return Not(operand=self)
+        return Not(operand=cast("Mask", self))
 
 
 class _Combination(MaskMod):

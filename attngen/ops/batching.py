@@ -40,7 +40,7 @@ class Lengths:
                     f"{field.name} has no meaning here",
                     where=field.name,
                     why=f"this op's storage is {storage}, described by {', '.join(sorted(allowed)) or 'shapes alone'}",
-                    fix=f"leave it out, or declare another kv= in the spec",
+                    fix="leave it out, or declare another kv= in the spec",
                 )
 
 
@@ -59,7 +59,11 @@ def collect_inputs(
         ArgumentError: a tensor does not fit; nothing has been launched.
     """
     padded_q = variant.q_layout == "padded"
-    shape = (None, None, variant.num_qo_heads, variant.head_dim_qk) if padded_q else (None, variant.num_qo_heads, variant.head_dim_qk)
+    shape = (
+        (None, None, variant.num_qo_heads, variant.head_dim_qk)
+        if padded_q
+        else (None, variant.num_qo_heads, variant.head_dim_qk)
+    )
     axes = "[batch, qo_len, num_qo_heads, head_dim_qk]" if padded_q else "[nnz_q, num_qo_heads, head_dim_qk]"
     check_strides("q", check_tensor("q", q, dtype=variant.dtype, shape=shape, axes=axes))
     read = q.device.type == "cpu" or Settings.from_env().validate
@@ -79,9 +83,14 @@ def _dense_kv(variant: Variant, q: torch.Tensor, k: Cache, v: torch.Tensor | Non
     heads, dtype = variant.num_kv_heads, variant.kv_dtype
     if isinstance(k, tuple):
         raise ArgumentError(
-            "k is a tuple", where="k", why="only a paged cache is passed as (k_cache, v_cache)", fix="pass k and v separately"
+            "k is a tuple",
+            where="k",
+            why="only a paged cache is passed as (k_cache, v_cache)",
+            fix="pass k and v separately",
         )
-    check_tensor("k", k, dtype=dtype, shape=(*lead, heads, variant.head_dim_qk), axes=f"{axes}head_dim_qk]", device=q.device)
+    check_tensor(
+        "k", k, dtype=dtype, shape=(*lead, heads, variant.head_dim_qk), axes=f"{axes}head_dim_qk]", device=q.device
+    )
     rows = k.shape[: len(lead)]
     checked = check_tensor(
         "v", v, dtype=dtype, shape=(*rows, heads, variant.head_dim_vo), axes=f"{axes}head_dim_vo]", device=q.device
@@ -95,14 +104,19 @@ def _split_cache(
     """Views of a paged cache as ``[num_pages, page_size, num_kv_heads, dim]``, whatever its layout."""
     if v is not None:
         raise ArgumentError(
-            "v is given beside a paged cache", where="v", why="the cache holds keys and values", fix="pass (k_cache, v_cache)"
+            "v is given beside a paged cache",
+            where="v",
+            why="the cache holds keys and values",
+            fix="pass (k_cache, v_cache)",
         )
     nhd = kv_spec.layout == "NHD"
     inner = "page_size, num_kv_heads" if nhd else "num_kv_heads, page_size"
     sizes = (kv_spec.page_size, variant.num_kv_heads) if nhd else (variant.num_kv_heads, kv_spec.page_size)
     if isinstance(cache, (tuple, list)):
         if len(cache) != 2:
-            raise ArgumentError("kv_cache has not two members", where="kv_cache", why="it is (k_cache, v_cache)", fix="pass both")
+            raise ArgumentError(
+                "kv_cache has not two members", where="kv_cache", why="it is (k_cache, v_cache)", fix="pass both"
+            )
         keys, values = cache
     else:
         if variant.head_dim_qk != variant.head_dim_vo:
@@ -201,7 +215,9 @@ def _csr_pages(variant: Variant, k: torch.Tensor, given: Lengths, batch: int, re
     indptr = check_indptr("kv_indptr", given.kv_indptr, None, k.device, read=read)
     _same_batch("kv_indptr", len(indptr) - 1, batch)
     why = "a page holds"
-    last = check_lengths("kv_last_page_len", given.kv_last_page_len, batch, variant.page_size, k.device, read=read, why=why)
+    last = check_lengths(
+        "kv_last_page_len", given.kv_last_page_len, batch, variant.page_size, k.device, read=read, why=why
+    )
     if read:
         if int(indptr[-1]) > len(indices):
             raise ArgumentError(
@@ -216,17 +232,23 @@ def _csr_pages(variant: Variant, k: torch.Tensor, given: Lengths, batch: int, re
 
 
 def _check_pages(name: str, used: torch.Tensor, num_pages: int) -> None:
-    if used.numel() and not (0 <= int(used.min()) and int(used.max()) < num_pages):
+    if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < num_pages):
         bad = int(used.min()) if int(used.min()) < 0 else int(used.max())
         raise ArgumentError(
-            f"{name} names page {bad}", where=name, why=f"the cache has pages 0 .. {num_pages - 1}", fix="correct the page number"
+            f"{name} names page {bad}",
+            where=name,
+            why=f"the cache has pages 0 .. {num_pages - 1}",
+            fix="correct the page number",
         )
 
 
 def _same_batch(name: str, got: int, batch: int) -> None:
     if got != batch:
         raise ArgumentError(
-            f"{name} describes {got} requests", where=name, why=f"the queries are of {batch}", fix="pass batch + 1 elements"
+            f"{name} describes {got} requests",
+            where=name,
+            why=f"the queries are of {batch}",
+            fix="pass batch + 1 elements",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -42,7 +43,9 @@ def check_tensor(
             why=f"the spec declares {dtype}",
             fix=f"pass {name}.to({expected}), or change the spec",
         )
-    fits = tensor.dim() == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
+    fits = tensor.dim() == len(shape) and all(
+        want in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
+    )
     if not fits:
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ArgumentError(
@@ -93,13 +96,17 @@ def check_indptr(name: str, tensor: object, total: int | None, device: torch.dev
     """
     indptr = check_tensor(name, tensor, dtype="i32", shape=(None,), axes="[batch + 1]", device=device).contiguous()
     if not len(indptr):
-        raise ArgumentError(f"{name} is empty", where=name, why="it has batch + 1 elements", fix="pass [0] for no request")
+        raise ArgumentError(
+            f"{name} is empty", where=name, why="it has batch + 1 elements", fix="pass [0] for no request"
+        )
     if not read:
         return indptr
     values = indptr.tolist()
     if values[0] != 0:
-        raise ArgumentError(f"{name}[0] is {values[0]}", where=name, why="the first request starts at 0", fix="start at 0")
-    for b, (start, stop) in enumerate(zip(values, values[1:], strict=False)):
+        raise ArgumentError(
+            f"{name}[0] is {values[0]}", where=name, why="the first request starts at 0", fix="start at 0"
+        )
+    for b, (start, stop) in enumerate(pairwise(values)):
         if stop < start:
             raise ArgumentError(
                 f"{name} decreases from {start} to {stop} at request {b}",
@@ -117,7 +124,9 @@ def check_indptr(name: str, tensor: object, total: int | None, device: torch.dev
     return indptr
 
 
-def check_lengths(name: str, tensor: object, batch: int, limit: int, device: torch.device, *, read: bool, why: str) -> torch.Tensor:
+def check_lengths(
+    name: str, tensor: object, batch: int, limit: int, device: torch.device, *, read: bool, why: str
+) -> torch.Tensor:
     """An int32 ``[batch]`` vector of lengths within ``0 .. limit``.
 
     Args:
@@ -131,6 +140,9 @@ def check_lengths(name: str, tensor: object, batch: int, limit: int, device: tor
             raise ArgumentError(f"{name} holds {low}", where=name, why="a length is not negative", fix="correct it")
         if high > limit:
             raise ArgumentError(
-                f"{name} holds {high}", where=name, why=f"{why} {limit} tokens", fix=f"lower {name} or enlarge the storage"
+                f"{name} holds {high}",
+                where=name,
+                why=f"{why} {limit} tokens",
+                fix=f"lower {name} or enlarge the storage",
             )
     return lengths

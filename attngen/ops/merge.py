@@ -30,7 +30,10 @@ def merge_states(
     parts, stats = list(outs), list(lses)
     if not parts or len(parts) != len(stats):
         raise ArgumentError(
-            f"{len(parts)} outs and {len(stats)} lses", where="merge_states", why="each part has both", fix="pass as many"
+            f"{len(parts)} outs and {len(stats)} lses",
+            where="merge_states",
+            why="each part has both",
+            fix="pass as many",
         )
     for index, (part, stat) in enumerate(zip(parts, stats, strict=True)):
         if part.shape[:-1] != stat.shape or part.shape != parts[0].shape or stat.dtype != torch.float32:

@@ -88,7 +88,9 @@ class Op:
             values["num_splits"] = num_splits
             if num_splits > 1:
                 shape = (num_splits, batch.num_tokens, self.variant.num_qo_heads)
-                values["partial_out"] = torch.empty((*shape, self.variant.head_dim_vo), dtype=torch.float32, device=device)
+                values["partial_out"] = torch.empty(
+                    (*shape, self.variant.head_dim_vo), dtype=torch.float32, device=device
+                )
                 values["partial_lse"] = torch.empty(shape, dtype=torch.float32, device=device)
         launch(programs * num_splits, ordered(plan, values, device))
         if num_splits > 1:
@@ -127,7 +129,9 @@ class Op:
         values["num_tiles"] = query_tiles(plan, inputs)
         launch(int(values["num_tiles"]) * self.variant.num_qo_heads, ordered(plan, values, device))
 
-    def _launch_rows(self, kernel: tuple[KernelPlan, Launch], values: Mapping[str, Value], device: torch.device) -> None:
+    def _launch_rows(
+        self, kernel: tuple[KernelPlan, Launch], values: Mapping[str, Value], device: torch.device
+    ) -> None:
         plan, launch = kernel
         rows = int(values["num_tokens"]) * self.variant.num_qo_heads
         launch(-(-rows // plan.tiles.q), ordered(plan, values, device))

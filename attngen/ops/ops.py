@@ -62,7 +62,7 @@ class Ops:
     @property
     def artifacts(self) -> dict[str, tuple[Path, ...]]:
         """Cache folders of the kernels of each op the spec has, for the declared target."""
-        found = {}
+        found: dict[str, tuple[Path, ...]] = {}
         for name in OPS:
             try:
                 found[name] = tuple(kernel.folder for kernel in self.op(name).kernels)
@@ -89,7 +89,7 @@ class Ops:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         lse_base: Literal["e", "log2"] = "e",
-        partial: bool = False,
+        partial: bool = False,  # noqa: ARG002 - without a sink every result is a partial result
     ) -> Result:
         """Attention of many queries a request.
 
@@ -131,14 +131,16 @@ class Ops:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         lse_base: Literal["e", "log2"] = "e",
-        partial: bool = False,
+        partial: bool = False,  # noqa: ARG002 - without a sink every result is a partial result
     ) -> Result:
         """Attention of one query token a request, ``q [batch, num_qo_heads, head_dim_qk]``, or a few, ``[batch, qo_len, ...]``.
 
         The keys of a request are divided among programs by its own length alone, so that a result does not depend on its
         neighbours. Arguments and result as for :meth:`prefill`.
         """
-        lengths = Lengths(None, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset)
+        lengths = Lengths(
+            None, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset
+        )
         return self._forward("decode", q, k, v, lengths, params, out, return_lse, lse_base)
 
     def attention(
@@ -211,7 +213,9 @@ class Ops:
         lse_base: str,
     ) -> Result:
         if lse_base not in ("e", "log2"):
-            raise ArgumentError(f"lse_base is {lse_base!r}", where="lse_base", why="it is a unit", fix="pass 'e' or 'log2'")
+            raise ArgumentError(
+                f"lse_base is {lse_base!r}", where="lse_base", why="it is a unit", fix="pass 'e' or 'log2'"
+            )
         given = self._with_defaults(params)
         if torch.compiler.is_compiling() and out is None:
             result, lse = torch_library.attention(self._handle, name, q, k, v, lengths, given)
@@ -240,7 +244,14 @@ class Ops:
         inputs = collect_inputs(op.variant, self.spec.kv, rows, k, v, lengths, params)
         if out is not None:
             shape = (*q.shape[:-1], op.variant.head_dim_vo)
-            check_tensor("out", out, dtype=op.variant.out_dtype, shape=shape, axes="[..., num_qo_heads, head_dim_vo]", device=q.device)
+            check_tensor(
+                "out",
+                out,
+                dtype=op.variant.out_dtype,
+                shape=shape,
+                axes="[..., num_qo_heads, head_dim_vo]",
+                device=q.device,
+            )
             out = check_strides("out", out).unsqueeze(1) if one_token else check_strides("out", out)
         result, lse = allocate_forward(op, inputs, out)
         if result.numel():
@@ -268,16 +279,27 @@ class Ops:
         inputs = collect_inputs(op.variant, self.spec.kv, q, k, v, lengths, params)
         shape = (*q.shape[:-1], op.variant.head_dim_vo)
         for label, tensor in (("dout", dout), ("out", out)):
-            check_tensor(label, tensor, dtype=op.variant.out_dtype, shape=shape, axes="[..., num_qo_heads, head_dim_vo]", device=q.device)
-        dense = []
-        for label, stat in (("lse", lse), ("dlse", dlse)):
-            if stat is not None or label == "lse":
-                stat = check_tensor(label, stat, dtype="fp32", shape=q.shape[:-1], axes="[..., num_qo_heads]", device=q.device)
-                dense.append(stat.contiguous().view(-1, op.variant.num_qo_heads))
+            check_tensor(
+                label,
+                tensor,
+                dtype=op.variant.out_dtype,
+                shape=shape,
+                axes="[..., num_qo_heads, head_dim_vo]",
+                device=q.device,
+            )
+        heads = op.variant.num_qo_heads
+        stats = {
+            label: check_tensor(
+                label, stat, dtype="fp32", shape=q.shape[:-1], axes="[..., num_qo_heads]", device=q.device
+            )
+            for label, stat in (("lse", lse), ("dlse", dlse))
+            if stat is not None or label == "lse"
+        }
+        dense = {label: stat.contiguous().view(-1, heads) for label, stat in stats.items()}
         grads = allocate_backward(op, inputs)
         if q.numel() and k.numel():
             rows = check_strides("dout", dout if dout.stride(-1) == 1 else dout.contiguous())
-            op.backward(inputs, rows, check_strides("out", out), dense[0], dense[1] if dlse is not None else None, grads)
+            op.backward(inputs, rows, check_strides("out", out), dense["lse"], dense.get("dlse"), grads)
         else:
             for grad in grads.values():
                 grad.zero_()

@@ -142,7 +142,13 @@ _forward.register_autograd(_grads, setup_context=_save)
 
 
 def attention(
-    handle: str, op: str, q: torch.Tensor, k: Cache, v: torch.Tensor | None, lengths: Lengths, params: Mapping[str, torch.Tensor]
+    handle: str,
+    op: str,
+    q: torch.Tensor,
+    k: Cache,
+    v: torch.Tensor | None,
+    lengths: Lengths,
+    params: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` through the dispatcher: traceable, differentiable."""
     if isinstance(k, (tuple, list)):

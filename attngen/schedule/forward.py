@@ -10,8 +10,7 @@ from attngen.schedule.arguments import parameters, sequences, tensor
 from attngen.schedule.plan import Arg, KernelPlan
 from attngen.schedule.planner import plan_kernel
 from attngen.target import Target
-from attngen.variant import Variant
-
+from attngen.variant import OpName, Variant
 
 
 def plan_prefill(variant: Variant, target: Target, backend: str) -> tuple[KernelPlan, ...]:
@@ -40,7 +39,7 @@ def plan_decode(variant: Variant, target: Target, backend: str) -> tuple[KernelP
     return (_forward(variant, "decode", target, backend, split=True), merge)
 
 
-def _forward(variant: Variant, op: str, target: Target, backend: str, *, split: bool) -> KernelPlan:
+def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, split: bool) -> KernelPlan:
     partials = (Arg("partial_out", "*fp32"), Arg("partial_lse", "*fp32"), Arg("num_splits", "i32")) if split else ()
     return plan_kernel(
         variant,

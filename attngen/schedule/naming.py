@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+
 from attngen.ir.expr import TRUE, Binary, Compare, Const, Coord, Expr, Unary, operands
 from attngen.variant import Variant
 
 
 def entry_name(variant: Variant, op: str, schedule: str) -> str:
     """``prefill_causal_window4095_gqa2_bf16_d256``; kernels of an op beyond its main one add their schedule's name."""
-    parts = [op if schedule == "forward" else f"{op}_{schedule}", *mask_labels(variant.mask), *score_labels(variant.score)]
+    parts = [
+        op if schedule == "forward" else f"{op}_{schedule}",
+        *mask_labels(variant.mask),
+        *score_labels(variant.score),
+    ]
     if variant.group_size > 1:
         parts.append(f"gqa{variant.group_size}" if variant.num_kv_heads > 1 else f"mqa{variant.group_size}")
     if variant.kv_layout == "paged":
@@ -31,24 +36,23 @@ def mask_labels(mask: Expr) -> list[str]:
 
 
 def score_labels(score: Expr) -> list[str]:
-    """``softcap<cap>``, ``alibi``-like ``bias``, or ``score`` where the logit is modified."""
-    if isinstance(score, Coord):
-        return []
-    if any(isinstance(node, Unary) and node.op == "tanh" for node in score.walk()) and isinstance(score, Binary):
-        if score.op == "mul" and isinstance(score.x, Const):
-            return [f"softcap{score.x.value:g}".replace(".", "p").replace("+", "").replace("-", "m")]
-    return ["bias" if isinstance(score, Binary) and score.op == "add" and isinstance(score.x, Coord) else "score"]
+    """``softcap<cap>``, ``bias`` for an added term, ``score`` for other changes of the logit."""
+    match score:
+        case Coord("score"):
+            return []
+        case Binary("mul", Const(cap), Unary("tanh", _)):
+            return [f"softcap{cap:g}".replace(".", "p").replace("+", "").replace("-", "m")]
+        case Binary("add", Coord("score"), _):
+            return ["bias"]
+    return ["score"]
 
 
 def _band_label(term: Expr) -> str:
-    if isinstance(term, Compare) and term.op == "le":
-        left, right = term.x, term.y
-        if left == Coord("k") and right == Coord("q"):
+    match term:
+        case Compare("le", Coord("k"), Coord("q")):
             return "causal"
-        if right == Coord("k") and isinstance(left, Binary) and left.op == "sub" and left.x == Coord("q"):
-            if isinstance(left.y, Const):
-                return f"window{left.y.value}"
-        if right == Coord("q") and isinstance(left, Binary) and left.op == "sub" and left.x == Coord("k"):
-            if isinstance(left.y, Const):
-                return f"ahead{left.y.value}"
+        case Compare("le", Binary("sub", Coord("q"), Const(left)), Coord("k")):
+            return f"window{left}"
+        case Compare("le", Binary("sub", Coord("k"), Const(right)), Coord("q")):
+            return f"ahead{right}"
     return "mask"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from attngen.ir.expr import H, Expr, K, Load, Q, binary, compare, select, unary
+from attngen.ir.expr import Expr, H, K, Load, Q, binary, compare, select, unary
 from attngen.ir.params import Param
 from attngen.score_mods.base import ScoreMod
 

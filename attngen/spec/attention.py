@@ -62,7 +62,11 @@ class AttentionSpec(SpecModel):
         fields = self.model_dump(mode="json", exclude_none=True)
         silent = ("score_mods", "normalizer", "dropout")
         return tomli_w.dumps(
-            {n: v for n, v in fields.items() if n not in silent or getattr(self, n) != type(self).model_fields[n].default}
+            {
+                n: v
+                for n, v in fields.items()
+                if n not in silent or getattr(self, n) != type(self).model_fields[n].default
+            }
         )
 
     def defaults(self) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Place:
 REFERENCE, CPP, TRITON = Place("reference", "cpu"), Place("cpp", "cpu"), Place("triton", "cuda")
 
 
+def name_place(value: object) -> str | None:
+    """Ids of test parameters that hold a place."""
+    return str(value) if isinstance(value, Place) else None
+
+
 def on_gpu(*values: Any) -> Any:
     """A set of test parameters that needs a GPU."""
     return pytest.param(*values, marks=pytest.mark.gpu)

@@ -12,7 +12,7 @@ import torch
 
 import attngen as ag
 from attngen.ops.checks import torch_dtype
-from tests.acceptance.probes import CPP, TRITON, Place, declare, on_gpu
+from tests.acceptance.probes import CPP, TRITON, Place, declare, name_place, on_gpu
 
 MASKS = {"causal": ag.Causal(), "full": ag.Full()}
 RUNS = [
@@ -27,7 +27,7 @@ def bias(score, b, h, q, k, slopes: ag.Tensor("num_qo_heads")):
     return score + slopes[h] * (k - q)
 
 
-@pytest.mark.parametrize(("place", "mask", "dim", "dtype"), RUNS)
+@pytest.mark.parametrize(("place", "mask", "dim", "dtype"), RUNS, ids=name_place)
 def test_c17_gradients_are_repeatable(place: Place, mask: str, dim: int, dtype: str) -> None:
     ops = place.compile(declare(16, 2, dim, mask=MASKS[mask], dtype=dtype))
     length = 2048 if place.on_gpu else 256

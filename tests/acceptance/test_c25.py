@@ -10,7 +10,7 @@ import torch
 
 import attngen as ag
 from attngen.variant import OpName
-from tests.acceptance.probes import CPP, REFERENCE, TRITON, Place, Request, attend, declare, on_gpu, probe
+from tests.acceptance.probes import CPP, REFERENCE, TRITON, Place, Request, attend, declare, name_place, on_gpu, probe
 
 HEADS = ((9, 3), (40, 8), (12, 2), (28, 4), (24, 2), (64, 4))
 RUNS = [
@@ -23,7 +23,7 @@ CALLS: dict[OpName, list[tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "qo_heads", "kv_heads", "dim"), RUNS)
+@pytest.mark.parametrize(("place", "qo_heads", "kv_heads", "dim"), RUNS, ids=name_place)
 @pytest.mark.parametrize("kv", [ag.Contiguous(), ag.Paged(page_size=16)], ids=["contiguous", "paged"])
 def test_c25_every_query_head_reads_its_own_group(
     place: Place, qo_heads: int, kv_heads: int, dim: int, kv: ag.Contiguous | ag.Paged

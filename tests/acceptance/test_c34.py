@@ -21,6 +21,7 @@ from tests.acceptance.probes import (
     attend,
     band,
     declare,
+    name_place,
     on_gpu,
     probe,
 )
@@ -33,7 +34,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("place", "page_size", "mask", "dim", "dtype"), RUNS)
+@pytest.mark.parametrize(("place", "page_size", "mask", "dim", "dtype"), RUNS, ids=name_place)
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 def test_c34_unused_slots_never_count(place: Place, page_size: int, mask: str, dim: int, dtype: str, op: str) -> None:
     kv = ag.Paged(page_size=page_size)

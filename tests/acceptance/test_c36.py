@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attngen as ag
-from tests.acceptance.probes import CPP, REFERENCE, TRITON, Place, attend, declare, noise, on_gpu
+from tests.acceptance.probes import CPP, REFERENCE, TRITON, Place, attend, declare, name_place, noise, on_gpu
 
 SIZES = (1, 2, 8, 16, 32, 48, 64, 128, 256, 512)
 RUNS = [
@@ -22,7 +22,7 @@ def declare_pages(kv: ag.Paged | ag.Contiguous) -> ag.AttentionSpec:
     return declare(32, 2, 256, mask=ag.Causal(), dtype="bf16", kv=kv)
 
 
-@pytest.mark.parametrize(("place", "page_size"), RUNS)
+@pytest.mark.parametrize(("place", "page_size"), RUNS, ids=name_place)
 def test_c36_paging_is_only_an_address_map(place: Place, page_size: int) -> None:
     spec = declare_pages(ag.Paged(page_size=page_size))
     plain = declare_pages(ag.Contiguous())

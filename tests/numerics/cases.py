@@ -59,9 +59,29 @@ LENS = (
     ((12, 12), (77, 77)),
 )
 DECODE_LENS = (((1, 1, 1, 1), (1, 63, 0, 200)), ((3, 3), (5, 131)), ((1, 1), (1300, 40)))
-HEAD_DIMS = ((16, 16), (40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (256, 256), (40, 72))
+HEAD_DIMS = (
+    (16, 16),
+    (40, 40),
+    (64, 64),
+    (72, 72),
+    (80, 80),
+    (96, 96),
+    (112, 112),
+    (128, 128),
+    (160, 160),
+    (192, 128),
+    (256, 256),
+    (40, 72),
+)
 GROUPS = ((2, 2), (3, 1), (10, 2), (7, 1), (24, 2), (6, 2))
-STORAGE = (ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16), ag.Paged(page_size=3, layout="HND"), ag.Paged(page_size=64), ag.Paged(page_size=1))
+STORAGE = (
+    ag.Contiguous(),
+    ag.Ragged(),
+    ag.Paged(page_size=16),
+    ag.Paged(page_size=3, layout="HND"),
+    ag.Paged(page_size=64),
+    ag.Paged(page_size=1),
+)
 
 
 def corpus(dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> list[Case]:
@@ -81,7 +101,15 @@ def _ops(name: str, spec: ag.AttentionSpec, index: int, **options: object) -> It
     decode_qo, decode_kv = DECODE_LENS[index % len(DECODE_LENS)]
     paged = spec.kv.kind == "paged"
     yield Case(f"{name}-decode", spec, "decode", decode_qo, decode_kv, seed=index, **options)
-    yield Case(f"{name}-{'prefill' if paged else 'backward'}", spec, "prefill" if paged else "backward", qo, kv, seed=index, **options)
+    yield Case(
+        f"{name}-{'prefill' if paged else 'backward'}",
+        spec,
+        "prefill" if paged else "backward",
+        qo,
+        kv,
+        seed=index,
+        **options,
+    )
 
 
 def _mask_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
@@ -93,7 +121,9 @@ def _mask_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     for index, (name, mods) in enumerate(SCORES.items()):
         mask = (ag.Causal(), ag.Full(), MASKS["window"])[index % 3]
         kv = (ag.Ragged(), ag.Contiguous())[index % 2]
-        yield from _ops(f"score-{name}", _spec((3, 1), (32, 32), mask=mask, score_mods=mods, kv=kv, dtype=next(dtype)), index)
+        yield from _ops(
+            f"score-{name}", _spec((3, 1), (32, 32), mask=mask, score_mods=mods, kv=kv, dtype=next(dtype)), index
+        )
 
 
 def _head_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:

@@ -35,7 +35,9 @@ def run_in_child(suite: str, start: int, stop: int, timeout: float) -> list[Outc
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONWARNINGS": "default"}
     env["TRITON_INTERPRET"] = "1" if suite == "interpret" else "0"
     command = [sys.executable, "-m", "tests.numerics.worker", suite, str(start), str(stop)]
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         try:
             stdout, stderr = child.communicate(timeout=timeout)
             reason = f"the process ended with {child.returncode}: {stderr[-1500:]}"
@@ -78,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in suite_cases(options.suite)[options.start : options.stop]:
         began = time.perf_counter()
         try:
-            ops = ag.compile(case.spec, target="interpret" if options.suite == "interpret" else None, ops=() , backend="triton")
+            ops = ag.compile(
+                case.spec, target="interpret" if options.suite == "interpret" else None, ops=(), backend="triton"
+            )
             verdict = run_case(case, ops, device)
             failures, errors = verdict.failures, verdict.errors
         except Exception as error:

@@ -24,7 +24,9 @@ SPECS = {
 
 
 def build(name: str, kv: object) -> tuple[ag.Ops, dict[str, torch.Tensor]]:
-    spec = ag.AttentionSpec(heads=ag.GQA(num_qo_heads=6, num_kv_heads=2, head_dim=32), dtype="fp32", kv=kv, **SPECS[name])
+    spec = ag.AttentionSpec(
+        heads=ag.GQA(num_qo_heads=6, num_kv_heads=2, head_dim=32), dtype="fp32", kv=kv, **SPECS[name]
+    )
     params = {"slopes": torch.linspace(0.01, 0.4, 6)} if name == "bias" else {}
     return ag.compile(spec, backend="cpp"), params
 
@@ -107,7 +109,9 @@ def test_autograd_gives_the_oracles_gradients(name: str) -> None:
     out, lse = ops.attention(*leaves, params=params, return_lse=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     grads = torch.autograd.grad((out, lse), [*leaves, *params.values()], (dout, dlse))
-    exact = oracle.backward(dout, *(t.detach() for t in leaves), out, lse, dlse=dlse, params={k: t.detach() for k, t in params.items()})
+    exact = oracle.backward(
+        dout, *(t.detach() for t in leaves), out, lse, dlse=dlse, params={k: t.detach() for k, t in params.items()}
+    )
     for got, want in zip(grads, [*exact[:3], *exact[3].values()], strict=True):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 

@@ -68,19 +68,39 @@ def test_numbers_written_differently_are_the_same_spec() -> None:
 @pytest.mark.parametrize(
     ("fields", "where", "why"),
     [
-        ({"heads": {"kind": "gqa", "num_qo_heads": 5, "num_kv_heads": 2, "head_dim": 64}}, "heads", "num_qo_heads=5 is no multiple"),
+        (
+            {"heads": {"kind": "gqa", "num_qo_heads": 5, "num_kv_heads": 2, "head_dim": 64}},
+            "heads",
+            "num_qo_heads=5 is no multiple",
+        ),
         ({"heads": {"kind": "mha", "num_heads": 2, "head_dim": 20}}, "heads.mha.head_dim", "multiple of 8"),
-        ({"heads": {"kind": "mha", "num_heads": 2, "head_dim": 264}}, "heads.mha.head_dim", "less than or equal to 256"),
+        (
+            {"heads": {"kind": "mha", "num_heads": 2, "head_dim": 264}},
+            "heads.mha.head_dim",
+            "less than or equal to 256",
+        ),
         ({"heads": HEADS, "sm_scale": float("nan")}, "sm_scale", "finite"),
-        ({"heads": HEADS, "score_mods": [{"kind": "soft_cap", "cap": 0}]}, "score_mods.0.soft_cap.cap", "greater than 0"),
+        (
+            {"heads": HEADS, "score_mods": [{"kind": "soft_cap", "cap": 0}]},
+            "score_mods.0.soft_cap.cap",
+            "greater than 0",
+        ),
         ({"heads": HEADS, "score_mods": [{"kind": "soft_cap", "cap": float("inf")}]}, "soft_cap.cap", "finite"),
-        ({"heads": HEADS, "mask": {"kind": "sliding_window", "left": -1}}, "sliding_window.left", "greater than or equal to 0"),
+        (
+            {"heads": HEADS, "mask": {"kind": "sliding_window", "left": -1}},
+            "sliding_window.left",
+            "greater than or equal to 0",
+        ),
         ({"heads": HEADS, "kv": {"kind": "paged", "page_size": 0}}, "kv.paged.page_size", "greater than or equal to 1"),
         ({"heads": HEADS, "dtype": "fp8"}, "dtype", "'fp32', 'bf16' or 'fp16'"),
         ({"heads": HEADS, "window": 3}, "window", "not permitted"),
         ({"heads": HEADS, "dropout": 0.1}, "dropout", "only 0.0 is accepted"),
         ({"heads": HEADS, "mask": {"kind": "custom", "name": "m", "expression": "q +"}}, "mask.custom", "expression"),
-        ({"heads": HEADS, "mask": {"kind": "custom", "name": "m", "expression": "__import__('os')"}}, "mask.custom", "not part"),
+        (
+            {"heads": HEADS, "mask": {"kind": "custom", "name": "m", "expression": "__import__('os')"}},
+            "mask.custom",
+            "not part",
+        ),
     ],
 )
 def test_wrong_fields_are_named(fields: dict, where: str, why: str) -> None:
