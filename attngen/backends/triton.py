@@ -40,7 +40,7 @@ class TritonBackend:
     dialect: Dialect = TritonDialect()
     kinds: tuple[str, ...] = ("cuda", "hip", "interpret")
 
-    def check(self, variant: Variant, op: OpName, target: Target) -> None:  # noqa: ARG002  # every op is supported
+    def check(self, variant: Variant, op: OpName, target: Target) -> None:  # every op is supported
         """Capabilities; see :meth:`attngen.backends.base.Backend.check`."""
         if target.kind not in self.kinds:
             raise UnsupportedError(

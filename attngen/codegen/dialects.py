@@ -48,7 +48,7 @@ class TritonDialect(Dialect):
 
     def load(self, param: Param, offset: str, valid: str | None) -> str:
         guard = f", mask={valid}, other=0" if valid else ""
-        text = f"tl.load({param.name} + {offset}{guard})"
+        text = f"tl.load({param.symbol} + {offset}{guard})"
         if param.dtype in ("fp16", "bf16"):
             return f"{text}.to(tl.float32)"
         return f"({text} != 0)" if param.dtype == "bool" else text
@@ -94,6 +94,6 @@ class CppDialect(Dialect):
 
     def load(self, param: Param, offset: str, valid: str | None) -> str:
         convert = {"fp16": "to_float", "bf16": "to_float", "bool": "bool"}.get(param.dtype, "")
-        text = f"{convert}({param.name}[{offset}])" if convert else f"{param.name}[{offset}]"
+        text = f"{convert}({param.symbol}[{offset}])" if convert else f"{param.symbol}[{offset}]"
         zero = {"i32": "0", "bool": "false"}.get(param.dtype, "0.0f")
         return f"({valid} ? {text} : {zero})" if valid else text

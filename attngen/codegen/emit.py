@@ -16,7 +16,7 @@ class ParamGradient:
     """One contribution ``d_<param>[offset] += dlogit * value``, where ``valid`` holds.
 
     Attributes:
-        param: name of the parameter.
+        param: name of the parameter in the kernel.
         offset, valid, value: texts; ``valid`` is empty where the index is known to be inside.
     """
 
@@ -80,7 +80,7 @@ class Emit:
         printer = Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
         param = self._params[load.param]
         return ParamGradient(
-            param=load.param,
+            param=param.symbol,
             offset=printer.offset(param, load.indices),
             valid=printer.valid(param, load.indices) or "",
             value=self.expr(slope, **names),

@@ -49,15 +49,18 @@ def float32_literal(value: float) -> str:
     Raises:
         SpecError: the value is finite but too large for float32.
     """
+    rounded = _as_float32(value)
+    if rounded is None:
+        raise SpecError(f"{value!r} does not fit float32", where="expression", fix="use a smaller constant")
+    candidates = (f"{rounded:.{digits}g}" for digits in range(1, 10))
+    return repr(float(next(text for text in candidates if _as_float32(float(text)) == rounded)))
+
+
+def _as_float32(value: float) -> float | None:
     try:
-        rounded = struct.unpack("<f", struct.pack("<f", value))[0]
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
-        raise SpecError(f"{value!r} does not fit float32", where="expression", fix="use a smaller constant") from None
-    for digits in range(1, 10):
-        text = f"{rounded:.{digits}g}"
-        if struct.pack("<f", float(text)) == struct.pack("<f", rounded):
-            break
-    return text if any(c in text for c in ".en") else f"{text}.0"
+        return None
 
 
 class Printer:
@@ -125,7 +128,7 @@ class Printer:
             text = self.dialect.call("widen", text)
         for axis, index in enumerate(indices[1:], start=1):
             level = _PRODUCT if axis == 1 else _ATOM
-            text = f"{text if level == _PRODUCT else f'({text})'} * {param.name}_dim{axis} + {self.text(index, _SUM)}"
+            text = f"{text if level == _PRODUCT else f'({text})'} * {param.symbol}_dim{axis} + {self.text(index, _SUM)}"
         return text
 
     def valid(self, param: Param, indices: tuple[Expr, ...]) -> str | None:
@@ -135,5 +138,5 @@ class Printer:
             if (index, dim) in ((Coord("h"), "num_qo_heads"), (Coord("b"), "batch")):
                 continue
             text = self.text(index, _SUM)
-            tests.append(f"({text} >= 0) & ({text} < {param.name}_dim{axis})")
+            tests.append(f"({text} >= 0) & ({text} < {param.symbol}_dim{axis})")
         return " & ".join(tests) or None

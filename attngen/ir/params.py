@@ -43,6 +43,11 @@ class Param:
             )
 
     @property
+    def symbol(self) -> str:
+        """Its name inside kernels, which cannot collide with theirs."""
+        return f"param_{self.name}"
+
+    @property
     def expr_type(self) -> str:
         """Type of a load: ``f32``, ``i32`` or ``bool``."""
         return {"i32": "i32", "bool": "bool"}.get(self.dtype, "f32")

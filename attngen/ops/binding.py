@@ -27,8 +27,8 @@ def input_values(inputs: Inputs) -> dict[str, Value]:
     values = tensor_values("q", inputs.q) | tensor_values("k", inputs.k) | tensor_values("v", inputs.v)
     values |= batch_values(inputs.batch)
     for name, tensor in inputs.params.items():
-        values[name] = tensor
-        values |= {f"{name}_dim{axis}": size for axis, size in enumerate(tensor.shape)}
+        values[f"param_{name}"] = tensor
+        values |= {f"param_{name}_dim{axis}": size for axis, size in enumerate(tensor.shape)}
     return values
 
 

@@ -105,10 +105,10 @@ class Op:
         dlse: torch.Tensor | None,
         grads: Mapping[str, torch.Tensor],
     ) -> None:
-        """Write ``grads``: dq, dk, dv in the shapes of q, k, v, and ``d_<param>`` (fp32, zeroed)."""
+        """Write ``grads``: dq, dk, dv in the shapes of q, k, v, and ``d_param_<name>`` (fp32, zeroed)."""
         if not self.plan.kernels:
             dq, dk, dv, dparams = reference.backward(self.variant, inputs, dout, dlse)
-            exact = {"dq": dq, "dk": dk, "dv": dv} | {f"d_{name}": grad for name, grad in dparams.items()}
+            exact = {"dq": dq, "dk": dk, "dv": dv} | {f"d_param_{name}": grad for name, grad in dparams.items()}
             for name, target in grads.items():
                 target.copy_(exact[name].view(target.shape))
             return
@@ -176,7 +176,7 @@ def allocate_backward(op: Op, inputs: Inputs) -> dict[str, torch.Tensor]:
     }
     for param in op.variant.gradient_params:
         tensor = inputs.params[param.name]
-        grads[f"d_{param.name}"] = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+        grads[f"d_{param.symbol}"] = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
     return grads
 
 

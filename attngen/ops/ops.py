@@ -303,7 +303,7 @@ class Ops:
         else:
             for grad in grads.values():
                 grad.zero_()
-        dparams = {p.name: grads[f"d_{p.name}"].to(torch_dtype(p.dtype)) for p in op.variant.gradient_params}
+        dparams = {p.name: grads[f"d_{p.symbol}"].to(torch_dtype(p.dtype)) for p in op.variant.gradient_params}
         return grads["dq"], grads["dk"], grads["dv"], dparams
 
     def _with_defaults(self, params: Params | None) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@
 ``page_table``            i32 page numbers; request b starts at ``b * page_table_stride``, or, where that stride is 0 (CSR), at
                           ``page_indptr[b]``; then ``kv_lens`` holds the tokens of the last page
 ``has_dlse``              whether ``dlse`` is read
-``<param>``               each run-time parameter, then ``<param>_dim<i>`` (i32) for each axis
+``param_<name>``          each run-time parameter, then ``param_<name>_dim<i>`` (i32) for each axis; ``d_param_<name>`` its gradient
 ========================  =================================================================================================
 """
 
@@ -60,11 +60,11 @@ def parameters(variant: Variant) -> tuple[Arg, ...]:
     """The run-time parameters of mask and score mods."""
     args: list[Arg] = []
     for param in variant.params:
-        args.append(Arg(param.name, f"*{param.dtype}"))
-        args.extend(Arg(f"{param.name}_dim{axis}", "i32") for axis in range(len(param.dims)))
+        args.append(Arg(param.symbol, f"*{param.dtype}"))
+        args.extend(Arg(f"{param.symbol}_dim{axis}", "i32") for axis in range(len(param.dims)))
     return tuple(args)
 
 
 def param_gradients(variant: Variant) -> tuple[Arg, ...]:
-    """fp32 accumulators ``d_<param>`` of the floating parameters that the score loads."""
-    return tuple(Arg(f"d_{param.name}", "*fp32") for param in variant.gradient_params)
+    """fp32 accumulators ``d_param_<name>`` of the floating parameters that the score loads."""
+    return tuple(Arg(f"d_{param.symbol}", "*fp32") for param in variant.gradient_params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attngen.ir.expr import TRUE
 from attngen.schedule.plan import Tiles
 from attngen.target import Target
 from attngen.variant import Variant
@@ -19,7 +20,8 @@ class Row:
         tiles: the choice.
         itemsize: bytes an element it was chosen for; 0 fits all.
         archs: architectures it was chosen for; empty fits all.
-        plain: only where the score is unmodified (``True``), only where it is modified (``False``), or both (``None``).
+        group_size: smallest number of query heads a key head.
+        masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
     """
 
     schedule: str
@@ -27,26 +29,50 @@ class Row:
     tiles: Tiles
     itemsize: int = 0
     archs: tuple[str, ...] = ()
-    plain: bool | None = None
+    group_size: int = 1
+    masked: bool | None = None
 
 
+_HOPPER = ("sm90a", "sm100")
+_AMPERE = ("sm80", *_HOPPER)  # 160 KiB of shared memory
+_CUDA = ("sm86", "sm89", *_AMPERE)
+_AMD = ("gfx942", "gfx950")
+
+# Hopper rows of 2-byte elements are measured on an H200; the others are the largest tiles that fit without spilling.
 TRITON = (
-    Row("prefill", 64, Tiles(128, 128, 8, 3), itemsize=2, archs=("sm90a", "sm100")),
-    Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=("sm90a", "sm100")),
-    Row("prefill", 64, Tiles(128, 64, 4, 2), itemsize=2),
-    Row("prefill", 128, Tiles(64, 64, 4, 2), itemsize=2),
-    Row("prefill", 256, Tiles(64, 32, 4, 2), itemsize=2),
+    Row("prefill", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_CUDA),
+    Row("prefill", 128, Tiles(128, 128, 8, 3), itemsize=2, archs=_HOPPER),
+    Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_AMPERE),
+    Row("prefill", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
+    Row("prefill", 256, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER),
+    Row("prefill", 256, Tiles(64, 32, 4, 2), itemsize=2, archs=_CUDA),
+    Row("prefill", 128, Tiles(128, 64, 4, 1), itemsize=2, archs=_AMD),
+    Row("prefill", 256, Tiles(64, 32, 4, 1), itemsize=2, archs=_AMD),
     Row("prefill", 64, Tiles(64, 32, 4, 2), itemsize=4),
-    Row("prefill", 256, Tiles(32, 16, 4, 2), itemsize=4),
-    Row("decode", 128, Tiles(16, 64, 4, 3), itemsize=2),
-    Row("decode", 256, Tiles(16, 32, 4, 2)),
-    Row("merge", 256, Tiles(16, 16, 4, 1)),
-    Row("delta", 256, Tiles(16, 16, 4, 1)),
-    Row("dkdv", 64, Tiles(64, 64, 4, 2), itemsize=2),
-    Row("dkdv", 128, Tiles(64, 64, 8, 2), itemsize=2),
-    Row("dkdv", 256, Tiles(32, 32, 8, 1)),
-    Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2),
-    Row("dq", 256, Tiles(32, 32, 8, 1)),
+    Row("prefill", 128, Tiles(32, 32, 4, 2), itemsize=4),
+    Row("prefill", 256, Tiles(32, 16, 4, 1), itemsize=4),
+    Row("decode", 128, Tiles(64, 64, 4, 3), itemsize=2, archs=_AMPERE, group_size=33),
+    Row("decode", 128, Tiles(32, 32, 4, 6), itemsize=2, archs=_CUDA, group_size=17),
+    Row("decode", 128, Tiles(16, 32, 4, 6), itemsize=2, archs=_CUDA),
+    Row("decode", 256, Tiles(16, 32, 4, 4), itemsize=2, archs=_CUDA),
+    Row("decode", 256, Tiles(16, 32, 4, 1)),
+    Row("merge", 256, Tiles(1, 16, 2, 1)),
+    Row("delta", 256, Tiles(32, 16, 4, 1)),
+    Row("dkdv", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER),
+    Row("dkdv", 128, Tiles(64, 128, 8, 3), itemsize=2, archs=_HOPPER, masked=False),
+    Row("dkdv", 128, Tiles(32, 128, 8, 3), itemsize=2, archs=_HOPPER),
+    Row("dkdv", 256, Tiles(32, 64, 8, 2), itemsize=2, archs=_HOPPER),
+    Row("dkdv", 64, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
+    Row("dkdv", 128, Tiles(32, 64, 8, 2), itemsize=2, archs=_CUDA),
+    Row("dkdv", 64, Tiles(32, 64, 4, 1), itemsize=2),
+    Row("dkdv", 256, Tiles(16, 32, 8, 1)),
+    Row("dq", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_HOPPER),
+    Row("dq", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER),
+    Row("dq", 256, Tiles(128, 32, 8, 2), itemsize=2, archs=_HOPPER),
+    Row("dq", 64, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
+    Row("dq", 128, Tiles(64, 32, 4, 2), itemsize=2, archs=_CUDA),
+    Row("dq", 64, Tiles(64, 32, 4, 1), itemsize=2),
+    Row("dq", 256, Tiles(32, 16, 8, 1)),
 )
 
 INTERPRET = (
@@ -86,7 +112,8 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target) 
             and head_dim <= row.head_dim
             and row.itemsize in (0, _ITEMSIZE[variant.dtype])
             and (not row.archs or target.arch in row.archs)
-            and row.plain in (None, not variant.has_score_mod)
+            and variant.group_size >= row.group_size
+            and row.masked in (None, variant.mask != TRUE)
         ):
             return row.tiles
     raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")

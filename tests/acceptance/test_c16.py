@@ -11,7 +11,20 @@ import pytest
 import torch
 
 from attngen.variant import OpName
-from tests.acceptance.probes import Place, assert_near, assert_state, attend, declare, gradients, probe
+from tests.acceptance.probes import (
+    CPP,
+    REFERENCE,
+    TRITON,
+    Place,
+    assert_near,
+    assert_state,
+    attend,
+    declare,
+    gradients,
+    name_place,
+    on_gpu,
+    probe,
+)
 
 EACH_OP = pytest.mark.parametrize("op", ["prefill", "decode"])
 EACH_DTYPE = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -29,10 +42,15 @@ def test_c16_sum_of_values(place: Place, qo_len: int, dtype: str, op: OpName) ->
     assert_near(state.lse, math.log(4096), atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype", "want"),
-    [((1, 1), "fp32", 65536.0), ((8, 2), "bf16", 4 * 65536.0), ((8, 2), "fp16", math.inf)],
-)
+GRADIENTS = (((1, 1), "fp32", 65536.0), ((8, 2), "bf16", 4 * 65536.0), ((8, 2), "fp16", math.inf))
+RUNS = [
+    (REFERENCE, *GRADIENTS[0]),
+    *((CPP, *variant) for variant in GRADIENTS),
+    *(on_gpu(TRITON, *variant) for variant in GRADIENTS),
+]
+
+
+@pytest.mark.parametrize(("place", "heads", "dtype", "want"), RUNS, ids=name_place)
 def test_c16_sum_of_gradients(place: Place, heads: tuple[int, int], dtype: str, want: float) -> None:
     spec = declare(*heads, dtype=dtype)
     request = probe(spec, 65536, 1)

@@ -51,7 +51,7 @@ def test_c23_forward(place: Place, dim: int, kv_heads: int, mask: str, dtype: st
     for op, shapes in (("prefill", [(512, 512), (77, 130)]), ("decode", [(1, 1000), (1, 331)])):
         requests = [noise(spec, *shape) for shape in shapes]
         runs = []
-        for _ in range(4):
+        for _ in range(1 if place is REFERENCE else 4):
             poison_freed_memory(place)
             runs.append(attend(place, spec, op, requests))
         for states in runs[1:]:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 import attngen as ag
-from tests.acceptance.probes import Place, State, assert_near, assert_state, attend, band, declare, exact, noise, probe
+from tests.acceptance.probes import (
+    Place,
+    Request,
+    State,
+    assert_near,
+    assert_state,
+    attend,
+    band,
+    declare,
+    exact,
+    noise,
+    probe,
+)
 
 LENGTH = 300
-CHUNKS = {"chunks": (128, 128, 44), "tokens": (1,) * LENGTH}
+
+
+def cut(prompt: Request, sizes: Sequence[int]) -> list[Request]:
+    """Chunks of a prompt, each with all keys up to its own end."""
+    stops = torch.tensor(sizes).cumsum(0).tolist()
+    return [prompt.part(slice(stop - size, stop), slice(stop)) for size, stop in zip(sizes, stops, strict=True)]
 
 
 @pytest.mark.parametrize("kv", [ag.Contiguous(), ag.Paged(page_size=16)], ids=["contiguous", "paged"])
@@ -23,12 +42,8 @@ def test_c45_chunks_give_what_one_call_gives(place: Place, kv: ag.Contiguous | a
     assert_near(whole.lse, want.lse, atol=1e-3)
     if build is probe:
         assert_state(State(whole.out[200:201], whole.lse[200:201]), 168.5, 4.158883)
-    for sizes in CHUNKS.values():
-        stop = 0
-        for size in sizes:
-            start, stop = stop, stop + size
-            (chunk,) = attend(place, spec, "prefill", [prompt.part(slice(start, stop), slice(stop))])
-            assert_near(chunk.out, whole.out[start:stop].double(), atol=2e-3)
-            assert_near(chunk.lse, whole.lse[start:stop].double(), atol=2e-3)
-    assert stop == LENGTH
-    assert torch.equal(chunk.out, whole.out[-1:])
+    one_by_one = [attend(place, spec, "prefill", [chunk])[0] for chunk in cut(prompt, (128, 128, 44))]
+    in_one_batch = attend(place, spec, "prefill", cut(prompt, (1,) * LENGTH))
+    for states in (one_by_one, in_one_batch):
+        assert_near(torch.cat([state.out for state in states]), whole.out.double(), atol=2e-3)
+        assert_near(torch.cat([state.lse for state in states]), whole.lse.double(), atol=2e-3)

@@ -23,8 +23,9 @@ EACH_CASE = pytest.mark.parametrize(("op", "spec"), CASES, ids=["ragged prefill"
 
 
 def sweep() -> list[list[int]]:
-    """Every length from 1 to 200 and every batch size from 1 to 40."""
-    return [[1 + (length + 7 * b) % 200 for b in range(1 + length % 40)] for length in range(200)]
+    """Every length from 1 to 200, and every batch size from 1 to 40."""
+    lengths = [[1 + (length + 7 * b) % 200 for b in range(1 + length % 4)] for length in range(200)]
+    return lengths + [[1 + (batch + 5 * b) % 24 for b in range(batch)] for batch in range(1, 41)]
 
 
 def check(place: Place, spec: ag.AttentionSpec, op: OpName, lens: Sequence[int], run: Callable[..., Any]) -> None:
