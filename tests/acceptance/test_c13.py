@@ -16,7 +16,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.heads.num_qo_heads}/{s.heads.num_kv_heads}-{s.dtype}")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.heads.num_qo_heads}-{s.heads.num_kv_heads}-{s.dtype}")
 def test_c13_each_group_sums_its_own_heads(place: Place, spec) -> None:
     heads = (spec.heads.num_qo_heads, spec.heads.num_kv_heads)
     request = noise(spec, 4, 4)

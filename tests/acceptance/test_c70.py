@@ -90,6 +90,7 @@ def test_c70_explicit_backward(kernels: Place, spec: ag.AttentionSpec) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
 def test_c70_default_compiler(kernels: Place) -> None:
     ops = kernels.compile(DENSE)
     tensors, _ = inputs(kernels, DENSE)

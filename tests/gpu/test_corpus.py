@@ -1,4 +1,4 @@
-"""Every case on a real GPU, about fifty to a watched process."""
+"""Every case on a real GPU, in watched processes of a few."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.numerics.worker import run_in_child, suite_cases
 
-CHUNK = 50
+CHUNK = 14
 COUNT = len(suite_cases("cuda"))
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,50 @@
+"""Shipped specs build to machine code for GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+
+import attngen as ag
+from attngen.backends.triton_compile import SHARED_LIMITS
+
+pytestmark = pytest.mark.triton_compile
+
+# Every spec for the two main targets; for the others a subset that covers dtypes, storages, head dims and masks.
+COVERING = ("minilm", "llama3-70b", "qwen3-8b", "gemma2-9b-local", "bloom-7b")
+PAIRS = [(name, target) for target in ("cuda:sm90a", "hip:gfx942") for name in sorted(ag.shipped_specs())]
+PAIRS += [
+    (name, target)
+    for index, target in enumerate(("cuda:sm80", "cuda:sm86", "cuda:sm89", "cuda:sm100", "hip:gfx950"))
+    for name in (COVERING[index], COVERING[(index + 2) % len(COVERING)])
+]
+
+
+@pytest.mark.parametrize(("name", "target"), PAIRS)
+def test_every_kernel_of_every_op_builds(name: str, target: str) -> None:
+    spec = ag.load_spec(name)
+    ops = ag.compile(spec, target=target, backend="triton")
+    expected = {"prefill": 1, "decode": 2} | ({} if spec.kv.kind == "paged" else {"backward": 3})
+    assert {op: len(folders) for op, folders in ops.artifacts.items()} == expected
+    for op in expected:
+        for kernel in ops.op(op).kernels:
+            assert kernel.binary.read_bytes()[:4] == b"\x7fELF"
+            assert kernel.metadata["shared"] <= SHARED_LIMITS[ops.op(op).plan.target.arch]
+            if target == "cuda:sm90a" and spec.heads.head_dim_qk <= 128 and spec.dtype != "fp32":
+                assert kernel.metadata["spills"] == 0, kernel.plan.entry
+                assert not kernel.metadata.get("warnings"), kernel.metadata["warnings"]
+
+
+def test_rendering_is_deterministic_to_the_byte() -> None:
+    from attngen.compiler import plan_op, render_kernel
+    from attngen.target import Target
+
+    for name in sorted(ag.shipped_specs()):
+        spec = ag.load_spec(name)
+        for target, backend in (("cuda:sm90a", "triton"), ("cpu:x86-64-v3", "cpp")):
+            for op in ("prefill", "decode") if spec.kv.kind == "paged" else ("prefill", "decode", "backward"):
+                first, second = (
+                    [render_kernel(kernel) for kernel in plan_op(spec, op, Target.parse(target), backend).kernels]
+                    for _ in range(2)
+                )
+                assert first == second
+                assert all(spec.name not in kernel.source for kernel in first)
