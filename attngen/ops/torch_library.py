@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 
@@ -20,23 +20,24 @@ from attngen.ops.checks import torch_dtype
 if TYPE_CHECKING:
     from attngen.ops.ops import Ops
 
-_OPS: WeakValueDictionary[str, Ops] = WeakValueDictionary()
+# All living objects of a handle: which of them serves a graph makes no difference.
+_OPS: dict[str, WeakSet[Ops]] = {}
 
 
 def register(handle: str, ops: Ops) -> None:
     """Make ``ops`` reachable from graphs under ``handle``."""
-    _OPS[handle] = ops
+    _OPS.setdefault(handle, WeakSet()).add(ops)
 
 
 def _lookup(handle: str) -> Ops:
-    if handle not in _OPS:
-        raise ArgumentError(
-            "the attention op of this graph is gone",
-            where=f"attngen::forward({handle!r})",
-            why="its Ops object was deleted, or the spec was not compiled in this process",
-            fix="keep the result of ag.compile alive",
-        )
-    return _OPS[handle]
+    for ops in _OPS.get(handle, ()):
+        return ops
+    raise ArgumentError(
+        "the attention op of this graph is gone",
+        where=f"attngen::forward({handle!r})",
+        why="its Ops object was deleted, or the spec was not compiled in this process",
+        fix="keep the result of ag.compile alive",
+    )
 
 
 def _unflatten(indices: Sequence[torch.Tensor | None]) -> Lengths:
@@ -120,6 +121,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, indices, params, ctx.names, ctx.handle, ctx.op = inputs
+    ctx.ops = _lookup(ctx.handle)  # lives as long as the graph
     ctx.num_params, ctx.present = len(params), [index is not None for index in indices]
     ctx.save_for_backward(q, k, v, *output, *(index for index in indices if index is not None), *params)
     ctx.set_materialize_grads(False)

@@ -22,6 +22,7 @@ class Row:
         archs: architectures it was chosen for; empty fits all.
         group_size: smallest number of query heads a key head.
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
+        plain: only where the score is unmodified (``True``), only where it is modified (``False``), or both (``None``).
     """
 
     schedule: str
@@ -31,6 +32,7 @@ class Row:
     archs: tuple[str, ...] = ()
     group_size: int = 1
     masked: bool | None = None
+    plain: bool | None = None
 
 
 _HOPPER = ("sm90a", "sm100")
@@ -38,10 +40,13 @@ _AMPERE = ("sm80", *_HOPPER)  # 160 KiB of shared memory
 _CUDA = ("sm86", "sm89", *_AMPERE)
 _AMD = ("gfx942", "gfx950")
 
-# Hopper rows of 2-byte elements are measured on an H200; the others are the largest tiles that fit without spilling.
+# What sm90a takes for plain scores of 2-byte elements is measured on an H200 (decode up to 16 heads a group); everything else is
+# only known to compile and to fit.
 TRITON = (
+    Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, plain=False),
+    Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_CUDA),
-    Row("prefill", 128, Tiles(128, 128, 8, 3), itemsize=2, archs=_HOPPER),
+    Row("prefill", 128, Tiles(128, 128, 8, 3), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_AMPERE),
     Row("prefill", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
     Row("prefill", 256, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER),
@@ -67,14 +72,16 @@ TRITON = (
     Row("dkdv", 64, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
     Row("dkdv", 128, Tiles(32, 64, 8, 2), itemsize=2, archs=_CUDA),
     Row("dkdv", 64, Tiles(32, 64, 4, 1), itemsize=2),
+    Row("dkdv", 128, Tiles(32, 64, 8, 1), itemsize=2, archs=_AMD),
     Row("dkdv", 256, Tiles(16, 32, 8, 1), itemsize=2),
     Row("dkdv", 256, Tiles(16, 16, 8, 1)),
+    Row("dq", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("dq", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_HOPPER),
     Row("dq", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER),
     Row("dq", 256, Tiles(128, 32, 8, 2), itemsize=2, archs=_HOPPER),
     Row("dq", 64, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
     Row("dq", 128, Tiles(64, 32, 4, 2), itemsize=2, archs=_CUDA),
-    Row("dq", 64, Tiles(64, 32, 4, 1), itemsize=2),
+    Row("dq", 128, Tiles(64, 32, 4, 1), itemsize=2, archs=_AMD),
     Row("dq", 128, Tiles(32, 16, 8, 1)),
     Row("dq", 256, Tiles(16, 16, 8, 1)),
 )
@@ -118,6 +125,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target) 
             and (not row.archs or target.arch in row.archs)
             and variant.group_size >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
+            and row.plain in (None, not variant.has_score_mod)
         ):
             return row.tiles
     raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")

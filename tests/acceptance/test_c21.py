@@ -55,4 +55,4 @@ def test_c21_backward(place: Place, kv: ag.Contiguous) -> None:
         for name in ("dq", "dk", "dv"):
             assert_near(getattr(got, name), getattr(want, name))
     assert torch.equal(found[0].dq[:3], torch.zeros_like(found[0].dq[:3]))
-    assert torch.equal(found[2].dq, torch.zeros_like(found[2].dq))
+    assert torch.equal(found[2].dq[:128], torch.zeros_like(found[2].dq[:128]))

@@ -5,6 +5,7 @@ Lengths are tensors everywhere, so that no ``max_seqlen`` exists.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +128,14 @@ def test_c70_opcheck(kernels: Place, spec: ag.AttentionSpec) -> None:
     torch.library.opcheck(torch.ops.attngen.forward.default, recorder.calls[torch.ops.attngen.forward.default])
     once = tree_map_only(torch.Tensor, torch.Tensor.detach, recorder.calls[torch.ops.attngen.backward.default])
     torch.library.opcheck(torch.ops.attngen.backward.default, once)  # it has no derivative of its own
+
+
+def test_c70_ops_of_one_spec_live_on_their_own(kernels: Place) -> None:
+    kept, other = (ag.compile(DENSE, backend=kernels.backend) for _ in range(2))
+    tensors, _ = inputs(kernels, DENSE)
+    run = compiled(kept.attention)
+    want = run(*tensors)
+    del other
+    gc.collect()
+    assert torch.equal(kept.attention(*tensors), want)
+    assert torch.equal(run(*tensors), want)

@@ -17,7 +17,7 @@ from attngen.backends.triton import TritonBackend
 from attngen.target import Target
 from tests.backends.triton_kernels import PRODUCT, PRODUCT_ARGS, SCALE, SCALE_ARGS, build, make_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.gpu
 TOKENS = 1000
 
 
@@ -63,7 +63,7 @@ def test_launches_on_the_current_stream(folder: Path) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(4_000_000_000)
         launch(63, case.values)
     assert torch.isnan(case.out).all()  # on the default stream, while the other still sleeps
     stream.synchronize()
@@ -103,7 +103,7 @@ def test_too_many_threads_are_an_error_and_nothing_else_breaks(folder: Path) -> 
 
 
 def test_a_damaged_binary_is_an_error(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "scale.cubin").write_bytes((folder / "scale.cubin").read_bytes()[:200])
+    (tmp_path / "scale.cubin").write_bytes(b"no machine code")
     with pytest.raises(RuntimeError, match="cuModuleLoadData failed: CUDA_ERROR"):
         _load(tmp_path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -114,6 +116,15 @@ def test_autograd_gives_the_oracles_gradients(name: str) -> None:
     )
     for got, want in zip(grads, [*exact[:3], *exact[3].values()], strict=True):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_the_graph_keeps_the_op_alive() -> None:
+    q, k, v = (t.requires_grad_() for t in tensors())
+    out = build("causal", ag.Contiguous())[0].attention(q, k, v)
+    gc.collect()
+    out.sum().backward()
+    assert v.grad is not None
+    assert v.grad.sum().item() == pytest.approx(TOKENS * 6 * 32, rel=1e-5)
 
 
 def test_memory_of_forward_and_backward_does_not_grow_with_the_square() -> None:
