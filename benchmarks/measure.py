@@ -58,6 +58,7 @@ def time_gpu(contenders: dict[str, Callable[[], Any]], *, rounds: int = 12, call
     for _ in range(rounds):
         for name in random.sample(list(contenders), len(contenders)):
             flush.zero_()
+            torch.cuda._sleep(1_000_000)  # the device waits half a millisecond, in which the host gets ahead of it
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             for _ in range(calls):

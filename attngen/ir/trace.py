@@ -19,6 +19,10 @@ from attngen.ir.text import check_param_name, check_size
 __all__ = ["Symbol", "Tensor", "Traced", "trace"]
 
 
+# Arguments that need no annotation: a mod may ask for its request's lengths by these names.
+LENGTHS = ("qo_len", "kv_len")
+
+
 class Tensor:
     """Annotation of a run-time parameter: ``slopes: ag.Tensor("num_qo_heads")``.
 
@@ -68,7 +72,8 @@ def trace(fn: Callable[..., Any], args: tuple[str, ...], result: Literal["bool",
     captured = Captured(declared)
     runnable = captured.replace("fn", fn)
     symbols = [Symbol(Coord(name)) for name in args]
-    by_name = {argument: load(param) for argument, param in declared.items()}
+    by_name: dict[str, Any] = {argument: load(param) for argument, param in declared.items()}
+    by_name |= {name: Symbol(Coord(name)) for name in LENGTHS if name in inspect.signature(fn).parameters}
     try:
         value = runnable(*symbols, **by_name)
     except SpecError:
@@ -123,9 +128,9 @@ def _declared(fn: Callable[..., Any], args: tuple[str, ...]) -> dict[str, Param]
         if isinstance(annotation, Tensor) and parameter.default is parameter.empty:
             check_param_name(parameter.name)
             found[parameter.name] = Param(parameter.name, annotation.dims, annotation.dtype)
-        elif parameter.default is parameter.empty:
+        elif parameter.default is parameter.empty and parameter.name not in LENGTHS:
             raise _signature_error(
-                fn, args, f"nothing says what {parameter.name!r} is: annotate it with ag.Tensor(...)"
+                fn, args, f"nothing says what {parameter.name!r} is: annotate it with ag.Tensor(...), or call it qo_len or kv_len"
             )
     return found
 

@@ -338,3 +338,12 @@ def test_twins_of_numbers_are_numbers():
     assert ag.minimum(3, 2.5) == 2.5
     assert ag.clamp(7, 0, 5) == 5
     assert ag.sigmoid(0.0) == 0.5
+
+
+def test_a_mod_may_ask_for_the_lengths_of_its_request() -> None:
+    def last_quarter(b, h, q, k, kv_len):
+        return k * 4 >= kv_len * 3
+
+    traced = trace(last_quarter, ("b", "h", "q", "k"), "bool")
+    assert to_text(traced.expr) == "k * 4 >= kv_len * 3"
+    assert traced.params == ()
