@@ -9,7 +9,9 @@ import attngen as ag
 from attngen.codegen.printer import float32_literal
 
 
-@pytest.mark.parametrize("name", ["out", "lse", "run", "logit", "tile", "int", "for_", "qo_len_", "tl", "visit", "row_max"])
+@pytest.mark.parametrize(
+    "name", ["out", "lse", "run", "logit", "tile", "int", "for_", "qo_len_", "tl", "visit", "row_max"]
+)
 def test_a_parameter_cannot_collide_with_the_kernel(name: str) -> None:
     mod = ag.CustomScoreMod(
         name="bias",

@@ -52,6 +52,29 @@ SCORES = {
     "distance": (distance_bias,),
     "bias-cap": (per_key_bias, ag.SoftCap(cap=8.0)),
 }
+# One expression a head, so that one kernel checks eight spellings; the mask leaves each query one key, and lse is its logit.
+SPELLINGS = (
+    (
+        "tanh(score) + 0.001 * score",
+        "exp(0.2 * score) - exp2(-0.3 * score)",
+        "log(1.5 + abs(score)) + log2(2.0 + score * score)",
+        "sqrt(abs(score) + 0.1) * rsqrt(1.0 + score * score)",
+        "sigmoid(3.0 * score) * 2.0",
+        "sin(score) + cos(2.0 * score)",
+        "floor(score * 3.0) * 0.25",
+        "minimum(score, 0.2) + maximum(score, -0.1) - abs(score)",
+    ),
+    (
+        "score + (q - 2 * k) // 3 - (k - q) // -4",
+        "score + (q - k) % 5 - (k - q) % 7 + (q - k) % -3",
+        "where((q > k) & ~(q % 2 == 0) | (k == 3), score, -score)",
+        "score * (1.0 + b) + h - i32(2.5 * score)",
+        "where(bool(q - k), score, 7.0) + f32(q < k)",
+        "abs(q - k) * 0.05 - minimum(q, k) + maximum(q, 2)",
+        "score / (1.0 + abs(q - k)) - (score - 1.0) / 3.0 - (2.0 - (score - 1.0))",
+        "(abs(score) + 0.5) ** 1.5 + (q + 1) * 0.1 ** 2 + where(score >= 0.0, 1, 0)",
+    ),
+)
 # Empty requests, one token, more queries than keys, no multiples of a tile.
 LENS = (
     ((37, 0, 1, 9, 70), (37, 0, 5, 3, 70)),
@@ -143,5 +166,13 @@ def _storage_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
             label = f"{kv.kind}{getattr(kv, 'page_size', '')}{getattr(kv, 'layout', '')}"
             spec = _spec((6, 2), (48, 48), mask=MASKS["window"] if index % 2 else ag.Causal(), kv=kv, dtype=next(dtype))
             yield from (replace(case, pages=way) for case in _ops(f"kv-{label}-{way}", spec, index))
+    for index, parts in enumerate(SPELLINGS):
+        text = parts[-1]
+        for head in range(len(parts) - 2, -1, -1):
+            text = f"where(h == {head}, {parts[head]}, {text})"
+        mods = (ag.CustomScoreMod(name="spelled", expression=text),)
+        mask = ag.CustomMask(name="one_key", expression="k == (q * 7 + 3) % kv_len")
+        spec = _spec((8, 2), (32, 32), mask=mask, score_mods=mods, dtype="fp32")
+        yield Case(f"spelling-{index}", spec, "backward", (40, 33), (61, 33), seed=2 * index)  # even: with dlse
     negative = _spec((2, 2), (32, 32), mask=ag.Causal(), sm_scale=-0.2, dtype=dtypes[0])
     yield from _ops("negative-scale", negative, 0)
