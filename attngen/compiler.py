@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,11 +29,12 @@ from attngen.backends.registry import backend as get_backend
 from attngen.backends.registry import default_backend
 from attngen.codegen.render import RenderedKernel, render
 from attngen.errors import ArgumentError, UnsupportedError
+from attngen.ir.text import to_text
 from attngen.ops import BuiltKernel, Op, Ops
 from attngen.schedule import KernelPlan, OpPlan, choose_schedule
 from attngen.settings import Settings
 from attngen.spec import AttentionSpec
-from attngen.store import Store
+from attngen.store import Artifact, Store
 from attngen.target import Target
 from attngen.variant import OPS, OpName, normalize
 
@@ -108,6 +110,8 @@ def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] 
     def build(kernel: KernelPlan) -> BuiltKernel:
         rendered = render_kernel(kernel)
         artifact = store.find(rendered, toolchain.fingerprint(rendered.target))
+        if settings.debug:
+            _show(settings.debug, kernel, rendered, artifact)
         if artifact is None:
             if progress is not None:
                 progress(f"{kernel.entry} for {kernel.target}")
@@ -119,6 +123,22 @@ def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] 
         return Op(plan, toolchain, [build(plan.kernels[0])])
     with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
         return Op(plan, toolchain, list(pool.map(build, plan.kernels)))
+
+
+def _show(level: int, plan: KernelPlan, rendered: RenderedKernel, artifact: Artifact | None) -> None:
+    """What ``ATTNGEN_DEBUG`` asks for, on standard error: compile lines, plan, expressions, source, assembly."""
+    variant = plan.variant
+    assembly = (
+        [] if artifact is None else sorted(f for f in artifact.folder.iterdir() if f.suffix in (".ptx", ".amdgcn"))
+    )
+    texts = (
+        f"attngen: {plan.entry} for {plan.target}: {'to be built' if artifact is None else artifact.folder}",
+        f"{plan.tiles}, packed={plan.packed}, split={plan.split}, arguments: {', '.join(a.name for a in plan.args)}",
+        f"mask:  {to_text(variant.mask)}\nlogit: {to_text(variant.score)}",
+        rendered.source,
+        "\n".join(file.read_text(encoding="utf-8") for file in assembly),
+    )
+    print("\n".join(text for text in texts[:level] if text), file=sys.stderr)
 
 
 def _explain(spec: AttentionSpec, plan: OpPlan) -> str:
@@ -168,6 +188,12 @@ class _Resolver:
                     del self._ops[key]
                 future.set_exception(error)
         return future.result()
+
+    def compiled(self) -> dict[OpName, Op]:
+        """The ops compiled so far, in the order of :data:`OPS`."""
+        with self._lock:
+            done = {key.op: future for key, future in self._ops.items() if future.done()}
+        return {op: done[op].result() for op in OPS if op in done}
 
     def build_now(self, ops: tuple[OpName, ...] | None) -> None:
         """Build the ops side by side; without a list, those the spec has, of which there must be one."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -23,6 +23,16 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tens
 LOG2_E = 1.4426950408889634
 
 
+class Resolver(Protocol):
+    """Where the compiled ops of a spec come from."""
+
+    def __call__(self, op: OpName, device: torch.device | None) -> Op:
+        """The op for a device, compiled on first need; for the declared target, or the current GPU or CPU, when omitted."""
+
+    def compiled(self) -> dict[OpName, Op]:
+        """The ops compiled so far."""
+
+
 class Ops:
     """Prefill, decode, backward and autograd attention of one spec.
 
@@ -35,7 +45,7 @@ class Ops:
     :class:`UnsupportedError` where the backend cannot run the op, and :class:`BuildError` where a toolchain fails.
     """
 
-    def __init__(self, spec: AttentionSpec, resolve: Callable[[OpName, torch.device | None], Op], scope: str) -> None:
+    def __init__(self, spec: AttentionSpec, resolve: Resolver, scope: str) -> None:
         self.spec = spec
         self._resolve = resolve
         self._defaults = spec.defaults()
@@ -61,14 +71,8 @@ class Ops:
 
     @property
     def artifacts(self) -> dict[str, tuple[Path, ...]]:
-        """Cache folders of the kernels of each op the spec has, for the declared target."""
-        found: dict[str, tuple[Path, ...]] = {}
-        for name in OPS:
-            try:
-                found[name] = tuple(kernel.folder for kernel in self.op(name).kernels)
-            except UnsupportedError:
-                continue
-        return found
+        """Cache folders of the kernels of each op compiled so far."""
+        return {name: tuple(kernel.folder for kernel in op.kernels) for name, op in self._resolve.compiled().items()}
 
     def prefill(
         self,
