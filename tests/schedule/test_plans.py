@@ -1,0 +1,65 @@
+"""Plans: names, bounds and the numbers of programs."""
+
+from __future__ import annotations
+
+import pytest
+
+import attngen as ag
+from attngen.compiler import plan_op
+from attngen.ir.scalar import evaluate_scalar
+from attngen.ops.op import tiles_of
+from attngen.target import Target
+
+CPU, H200 = Target.parse("cpu:x86-64-v3"), Target.parse("cuda:sm90a")
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "entries"),
+    [
+        ("mistral-7b", "prefill", ["prefill_causal_window4095_gqa4_bf16_d128"]),
+        ("qwen3-8b", "decode", ["decode_causal_gqa4_page16_bf16_d128", "decode_merge_causal_gqa4_page16_bf16_d128"]),
+        ("llama3-70b", "prefill", ["prefill_causal_gqa8_ragged_bf16_d128"]),
+        ("gemma2-9b-global", "prefill", ["prefill_causal_softcap50_gqa2_bf16_d256"]),
+        ("falcon-7b", "prefill", ["prefill_causal_mqa71_bf16_d64"]),
+        ("minilm", "backward", [f"backward_{part}_full_fp32_d32" for part in ("delta", "dkdv", "dq")]),
+    ],
+)
+def test_entry_names_say_what_a_kernel_does(name: str, op: str, entries: list[str]) -> None:
+    plan = plan_op(ag.load_spec(name), op, H200, "triton")
+    assert [kernel.entry for kernel in plan.kernels] == entries
+
+
+def test_bounds_of_a_causal_window_are_tight() -> None:
+    spec = ag.AttentionSpec(heads=ag.MHA(2, 64), mask=ag.Causal() & ag.SlidingWindow(left=100), dtype="fp32")
+    kernel = plan_op(spec, "prefill", CPU, "cpp").kernels[0]
+    tile = {"q0": 256, "q1": 383}
+    ends = [
+        evaluate_scalar(end, tile) for end in (kernel.keys.lo, kernel.keys.hi, kernel.keys.full_lo, kernel.keys.full_hi)
+    ]
+    assert ends == [156, 383, 283, 256]
+    assert kernel.keys.exact
+
+
+def test_bounds_of_packed_kernels_do_not_ask_for_the_head() -> None:
+    @ag.mask_mod
+    def per_head_window(b, h, q, k):
+        return (q - k <= 10 * (h + 1)) & (k <= q)
+
+    spec = ag.AttentionSpec(heads=ag.GQA(4, 2, 64), mask=per_head_window, dtype="fp32")
+    prefill = plan_op(spec, "prefill", CPU, "cpp").kernels[0]
+    decode = plan_op(spec, "decode", CPU, "cpp").kernels[0]
+    assert evaluate_scalar(prefill.keys.lo, {"q0": 500, "q1": 563, "h": 2}) == 470
+    assert decode.keys.lo is None
+    assert evaluate_scalar(decode.keys.hi, {"q0": 500, "q1": 563}) == 563
+
+
+def test_tiles_over_requests() -> None:
+    assert tiles_of(64, batch=3, padded_len=130, rows=390, layout="padded") == 9
+    assert tiles_of(64, batch=3, padded_len=0, rows=130, layout="ragged") == 5  # 130 // 64 + 3: enough for any division
+    assert tiles_of(64, batch=0, padded_len=0, rows=0, layout="padded") == 0
+
+
+def test_every_division_of_ragged_rows_fits_the_grid() -> None:
+    for lens in ([130, 0, 0], [64, 65, 1], [1, 1, 128], [43, 43, 44]):
+        needed = sum(-(-n // 64) for n in lens)
+        assert needed <= tiles_of(64, batch=3, padded_len=0, rows=sum(lens), layout="ragged")
