@@ -63,6 +63,13 @@ def compile(  # noqa: A001 - the name of the public contract
         UnsupportedError: the backend or target cannot run an op of the spec that was asked for.
         BuildError: a toolchain is missing or failed.
     """
+    if not isinstance(spec, AttentionSpec):
+        raise ArgumentError(
+            f"spec is a {type(spec).__name__}",
+            where="spec",
+            why="an AttentionSpec is compiled",
+            fix=f"pass ag.load_spec({spec!r})" if isinstance(spec, str) else "pass an AttentionSpec",
+        )
     declared = None if target is None else Target.parse(target)
     name = backend or Settings.from_env().backend
     if name is not None:
@@ -70,11 +77,15 @@ def compile(  # noqa: A001 - the name of the public contract
     resolver = _Resolver(spec, declared, name, progress)
     wanted = tuple(ops) if ops is not None else None
     for op in wanted or ():
-        if op not in OPS:
-            raise UnsupportedError(f"no op {op!r}", where="ops", why="it does not exist", fix=f"use {', '.join(OPS)}")
+        _check_name(op)
     if wanted is not None or declared is not None:
         resolver.build_now(wanted)
     return Ops(spec, resolver, f"{declared}|{name}")
+
+
+def _check_name(op: str) -> None:
+    if op not in OPS:
+        raise UnsupportedError(f"no op {op!r}", where="ops", why="it does not exist", fix=f"use {', '.join(OPS)}")
 
 
 def plan_op(spec: AttentionSpec, op: OpName, target: Target, backend: str) -> OpPlan:
@@ -172,7 +183,11 @@ class _Resolver:
         self._ops: dict[_Key, Future[Op]] = {}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Resolver, (self.spec, self.target, self.backend, None)
+
     def __call__(self, op: OpName, device: torch.device | None) -> Op:
+        _check_name(op)
         target = self._target(device)
         key = _Key(op, target, self.backend or default_backend(target))
         with self._lock:

@@ -130,7 +130,9 @@ def _declared(fn: Callable[..., Any], args: tuple[str, ...]) -> dict[str, Param]
             found[parameter.name] = Param(parameter.name, annotation.dims, annotation.dtype)
         elif parameter.default is parameter.empty and parameter.name not in LENGTHS:
             raise _signature_error(
-                fn, args, f"nothing says what {parameter.name!r} is: annotate it with ag.Tensor(...), or call it qo_len or kv_len"
+                fn,
+                args,
+                f"nothing says what {parameter.name!r} is: annotate it with ag.Tensor(...), or call it qo_len or kv_len",
             )
     return found
 

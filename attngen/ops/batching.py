@@ -190,8 +190,8 @@ def _page_table(variant: Variant, k: torch.Tensor, given: Lengths, batch: int, r
     table = check_tensor(
         "page_table", given.page_table, dtype="i32", shape=(batch, None), axes="[batch, max_pages]", device=k.device
     )
-    if table.numel() and table.stride(1) != 1:
-        table = table.contiguous()
+    if table.numel() and (table.stride(1) != 1 or table.stride(0) < table.shape[1]):
+        table = table.contiguous()  # rows of their own: a stride of 0, as of one expanded row, would mean CSR
     capacity = table.shape[1] * variant.page_size
     why = f"page_table has {table.shape[1]} columns of {variant.page_size} tokens, room for"
     kv_lens = check_lengths("kv_lens", given.kv_lens, batch, capacity, k.device, read=read, why=why)

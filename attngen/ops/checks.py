@@ -60,26 +60,63 @@ def check_tensor(
 
 def check_strides(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Unit last stride; on a GPU also 16-byte aligned rows, which vector loads rely on."""
-    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if not has_unit_stride(tensor):
         raise ArgumentError(
             f"{name} has stride {tensor.stride(-1)} in its last dim",
             where=name,
             why="kernels read a head's elements one after another",
             fix=f"pass {name}.contiguous()",
         )
-    if tensor.device.type == "cpu" or not tensor.numel():
-        return tensor
-    unit = 16 // tensor.element_size()
-    odd = [s for s, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1 and s % unit]
-    if odd or tensor.data_ptr() % 16:
-        what = f"stride {odd[0]}" if odd else f"address {tensor.data_ptr():#x}"
+    if tensor.device.type != "cpu" and (what := misalignment(tensor)):
         raise ArgumentError(
             f"{name} has {what}, not aligned to 16 bytes",
             where=name,
             why="GPU kernels load 16 bytes at a time",
-            fix=f"pass {name}.contiguous(), or a view whose rows start at multiples of {unit} elements",
+            fix=f"pass {name}.contiguous(), or a view whose rows start at multiples of {16 // tensor.element_size()} elements",
         )
     return tensor
+
+
+def has_unit_stride(tensor: torch.Tensor) -> bool:
+    """Whether a head's elements lie one after another."""
+    return not tensor.numel() or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+
+
+def misalignment(tensor: torch.Tensor) -> str | None:
+    """The stride or address, in words, that keeps rows from starting at multiples of 16 bytes."""
+    if not tensor.numel():
+        return None
+    unit = 16 // tensor.element_size()
+    for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True):
+        if size > 1 and stride % unit:
+            return f"stride {stride}"
+    return f"address {tensor.data_ptr():#x}" if tensor.data_ptr() % 16 else None
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where kernels cannot read it in place: gradients come with the strides that autograd gave them."""
+    if has_unit_stride(tensor) and (tensor.device.type == "cpu" or misalignment(tensor) is None):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Strides as kernels need them, an element of memory for each of the tensor, and no history that writing would falsify."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ArgumentError(
+            f"{name} has stride 0",
+            where=name,
+            why="several of its elements share one place in memory",
+            fix=f"pass a tensor that is not expanded, like torch.empty_like({name})",
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name} requires grad",
+            where=name,
+            why="kernels write into it unseen by autograd",
+            fix=f"pass {name}.detach(), or use ops.attention for gradients",
+        )
+    return check_strides(name, tensor)
 
 
 def check_index(name: str, tensor: object, length: int, device: torch.device) -> torch.Tensor:

@@ -12,10 +12,10 @@ import torch
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops import torch_library
 from attngen.ops.batching import Cache, Lengths, collect_inputs
-from attngen.ops.checks import check_strides, check_tensor, torch_dtype
+from attngen.ops.checks import check_strides, check_tensor, check_writable, readable, torch_dtype
 from attngen.ops.op import Op, allocate_backward, allocate_forward, require_deterministic
 from attngen.spec import AttentionSpec
-from attngen.variant import OPS, OpName
+from attngen.variant import OPS, OpName, normalize
 
 Params = Mapping[str, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -47,8 +47,9 @@ class Ops:
 
     def __init__(self, spec: AttentionSpec, resolve: Resolver, scope: str) -> None:
         self.spec = spec
-        self._resolve = resolve
+        self._resolve, self._scope = resolve, scope
         self._defaults = spec.defaults()
+        self._differentiable = _differentiable(spec)
         self._handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
         torch_library.register(self._handle, self)
 
@@ -59,15 +60,17 @@ class Ops:
     def warmup(self, *names: OpName, device: torch.device | str | None = None) -> None:
         """Compile and load now: afterwards ``names`` (every op the spec has, by default) run under CUDA graph capture."""
         place = None if device is None else torch.empty(0, device=device).device
+        refused: list[UnsupportedError] = []
         for name in names or OPS:
             try:
                 op = self.op(name, place)
-            except UnsupportedError:
-                if names:
-                    raise
+            except UnsupportedError as error:
+                refused.append(error)
                 continue
             if op.kernels:
                 op.load(place or _default_device(op))
+        if refused and (names or len(refused) == len(OPS)):
+            raise refused[0]
 
     @property
     def artifacts(self) -> dict[str, tuple[Path, ...]]:
@@ -200,8 +203,11 @@ class Ops:
         lengths = Lengths(qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset)
         given = self._with_defaults(params)
         if torch.compiler.is_compiling():
-            dq, dk, dv, *rest = torch_library.backward(self._handle, dout, dlse, q, k, v, out, lse, lengths, given)
-            return dq, dk, dv, dict(zip(given, rest, strict=True))
+            dq, dk, dv, *rest = torch_library.backward(
+                self._handle, dout, dlse, q, k, v, out, lse, lengths, given, deterministic=deterministic
+            )
+            grads = dict(zip(given, rest, strict=True))
+            return dq, dk, dv, {name: grads[name] for name in self._differentiable if name in grads}
         return self.run_backward(dout, q, k, v, out, lse, dlse, lengths, given, deterministic=deterministic)
 
     def _forward(
@@ -256,7 +262,7 @@ class Ops:
                 axes="[..., num_qo_heads, head_dim_vo]",
                 device=q.device,
             )
-            out = check_strides("out", out).unsqueeze(1) if one_token else check_strides("out", out)
+            out = check_writable("out", out).unsqueeze(1) if one_token else check_writable("out", out)
         result, lse = allocate_forward(op, inputs, out)
         if result.numel():
             op.forward(inputs, result, lse)
@@ -302,8 +308,8 @@ class Ops:
         dense = {label: stat.contiguous().view(-1, heads) for label, stat in stats.items()}
         grads = allocate_backward(op, inputs)
         if q.numel() and k.numel():
-            rows = check_strides("dout", dout if dout.stride(-1) == 1 else dout.contiguous())
-            op.backward(inputs, rows, check_strides("out", out), dense["lse"], dense.get("dlse"), grads)
+            rows = check_strides("out", out)
+            op.backward(inputs, readable(dout), rows, dense["lse"], dense.get("dlse"), grads)
         else:
             for grad in grads.values():
                 grad.zero_()
@@ -311,10 +317,29 @@ class Ops:
         return grads["dq"], grads["dk"], grads["dv"], dparams
 
     def _with_defaults(self, params: Params | None) -> dict[str, torch.Tensor]:
+        if params is not None and not isinstance(params, Mapping):
+            raise ArgumentError(
+                f"params is a {type(params).__name__}",
+                where="params",
+                why="parameters go by name",
+                fix="pass {name: tensor}",
+            )
         return {**self._defaults, **(params or {})} if self._defaults or params else {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Modules that hold ops can be copied, saved, and sent to other processes, which find the kernels in the cache."""
+        return Ops, (self.spec, self._resolve, self._scope)
 
     def __repr__(self) -> str:
         return f"Ops({self.spec.name or 'unnamed'}, {self.spec.heads!r}, kv={self.spec.kv.kind})"
+
+
+def _differentiable(spec: AttentionSpec) -> tuple[str, ...]:
+    """Parameters that backward gives gradients of."""
+    try:
+        return tuple(param.name for param in normalize(spec, "backward").gradient_params)
+    except UnsupportedError:
+        return ()
 
 
 def _default_device(op: Op) -> torch.device:

@@ -96,9 +96,12 @@ def _backward(
     params: Sequence[torch.Tensor],
     names: str,
     handle: str,
+    deterministic: bool,
 ) -> list[torch.Tensor]:
     given = dict(zip(names.split(","), params, strict=True)) if names else {}
-    dq, dk, dv, dparams = _lookup(handle).run_backward(dout, q, k, v, out, lse, dlse, _unflatten(indices), given)
+    dq, dk, dv, dparams = _lookup(handle).run_backward(
+        dout, q, k, v, out, lse, dlse, _unflatten(indices), given, deterministic=deterministic
+    )
     return [dq, dk, dv, *(dparams.get(name, torch.zeros_like(tensor)) for name, tensor in given.items())]
 
 
@@ -115,6 +118,7 @@ def _(
     params: Sequence[torch.Tensor],
     names: str,
     handle: str,
+    deterministic: bool,
 ) -> list[torch.Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor in (q, k, v, *params)]
 
@@ -134,7 +138,7 @@ def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tu
     indices = [next(found) if present else None for present in ctx.present]
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, *dparams = torch.ops.attngen.backward(
-        dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle
+        dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle, False
     )
     given = [grad if tensor.is_floating_point() else None for grad, tensor in zip(dparams, params, strict=True)]
     return dq, dk, dv, None, given, None, None, None
@@ -155,6 +159,11 @@ def attention(
     """``(out, lse)`` through the dispatcher: traceable, differentiable."""
     if isinstance(k, (tuple, list)):
         k, v = k
+    for name, tensor in (("q", q), *((f"params[{name!r}]", tensor) for name, tensor in params.items())):
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(tensor).__name__}", where=name, why="a tensor is needed", fix="pass one"
+            )
     return torch.ops.attngen.forward(  # type: ignore[no-any-return]
         q, k, v, _flatten(lengths), list(params.values()), ",".join(params), handle, op
     )
@@ -171,8 +180,10 @@ def backward(
     lse: torch.Tensor,
     lengths: Lengths,
     params: Mapping[str, torch.Tensor],
+    *,
+    deterministic: bool,
 ) -> list[torch.Tensor]:
     """``[dq, dk, dv, *dparams]`` through the dispatcher: traceable."""
     return torch.ops.attngen.backward(  # type: ignore[no-any-return]
-        dout, dlse, q, k, v, out, lse, _flatten(lengths), list(params.values()), ",".join(params), handle
+        dout, dlse, q, k, v, out, lse, _flatten(lengths), list(params.values()), ",".join(params), handle, deterministic
     )

@@ -31,7 +31,10 @@ def load_spec(source: str | Path) -> AttentionSpec:
             why="it is neither a file nor a shipped name",
             fix=f"pass a .toml or .json file, or one of {', '.join(shipped_specs())}",
         )
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cannot read {path}", where=str(path), why=str(error), fix="pass a UTF-8 text file") from None
     if path.suffix == ".json":
         return AttentionSpec.model_validate_json(text)
     try:

@@ -109,7 +109,8 @@ STORAGE = (
 
 def corpus(dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> list[Case]:
     """All cases, each with a unique name."""
-    return list(_mask_cases(dtypes)) + list(_head_cases(dtypes)) + list(_storage_cases(dtypes))
+    groups = (_mask_cases, _head_cases, _storage_cases, _shipped_cases)
+    return [case for group in groups for case in group(dtypes)]
 
 
 def _spec(heads: tuple[int, int], dims: tuple[int, int], **fields: object) -> ag.AttentionSpec:
@@ -176,3 +177,14 @@ def _storage_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         yield Case(f"spelling-{index}", spec, "backward", (40, 33), (61, 33), seed=2 * index)  # even: with dlse
     negative = _spec((2, 2), (32, 32), mask=ag.Causal(), sm_scale=-0.2, dtype=dtypes[0])
     yield from _ops("negative-scale", negative, 0)
+
+
+def _shipped_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Every op of every shipped spec, on few tokens; in fp16 where the suite has no bf16."""
+    for index, name in enumerate(sorted(ag.shipped_specs())):
+        spec = ag.load_spec(name)
+        if spec.dtype not in dtypes:
+            spec = ag.AttentionSpec.model_validate({**spec.model_dump(), "dtype": "fp16"})
+        yield Case(f"{name}-decode", spec, "decode", (1, 1), (70, 530), seed=index)
+        op = "prefill" if spec.kv.kind == "paged" else "backward"
+        yield Case(f"{name}-{op}", spec, op, (9, 0, 1), (21, 5, 70), seed=index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -276,9 +276,3 @@ class _Judge:
         self.errors[name] = (error, bound)
         if not error <= bound:
             self.failures.append(f"{name}: error {error:.3g} above {bound:.3g}")
-
-
-def with_dtype(case: Case, dtype: str) -> Case:
-    """The case in another dtype."""
-    spec = case.spec.model_copy(update={"dtype": dtype})
-    return replace(case, spec=ag.AttentionSpec.model_validate(spec.model_dump()), name=f"{case.name}-{dtype}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attngen as ag
+from attngen.ops.checks import misalignment, readable
 
 HEADS = ag.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=32)
 CONTIGUOUS = ag.AttentionSpec(heads=HEADS, mask=ag.Causal(), dtype="fp32")
@@ -146,6 +147,53 @@ def test_backward_checks_its_tensors() -> None:
         ops.backward(out, **call, out=out, lse=lse.transpose(1, 2))
     with pytest.raises(ag.ArgumentError, match=r"dout has dtype torch\.float16"):
         ops.backward(out.half(), **call, out=out, lse=lse)
+
+
+def test_out_must_be_memory_of_its_own() -> None:
+    ops = ag.compile(CONTIGUOUS, backend="reference")
+    call = dense()
+    with pytest.raises(ag.ArgumentError, match="out has stride 0"):
+        ops.prefill(**call, out=torch.empty(1, 3, 4, 32).expand(2, 3, 4, 32))
+    with pytest.raises(ag.ArgumentError, match="out requires grad"):
+        ops.prefill(**call, out=torch.empty(2, 3, 4, 32, requires_grad=True))
+    with torch.no_grad():
+        ops.prefill(**call, out=torch.empty(2, 3, 4, 32, requires_grad=True))
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    ops = ag.compile(CONTIGUOUS, backend="reference")
+    call = dense()
+    for attend in (ops.prefill, ops.attention):
+        with pytest.raises(ag.ArgumentError, match="q is a list"):
+            attend(**call | {"q": [1.0]})
+        with pytest.raises(ag.ArgumentError, match="params is a list"):
+            attend(**call, params=[call["q"]])
+    with pytest.raises(ag.ArgumentError, match=r"params\['slopes'\] is a float"):
+        ops.attention(**call, params={"slopes": 1.0})
+    with pytest.raises(ag.ArgumentError, match="spec is a str") as error:
+        ag.compile("gpt2")
+    assert error.value.fix == "pass ag.load_spec('gpt2')"
+
+
+def test_gradients_in_any_layout_can_be_read() -> None:
+    narrow = torch.randn(2, 3, 4, 33).narrow(-1, 1, 32)
+    assert misalignment(narrow) == "stride 33"
+    assert misalignment(torch.randn(2, 33)[:, 1:].contiguous()) is None
+    columns = torch.randn(2, 32, 4, 3).transpose(1, 3)
+    for tensor in (narrow, columns, torch.ones(()).expand(2, 3, 4, 32)):
+        assert torch.equal(readable(tensor), tensor)
+        assert readable(tensor).stride(-1) == 1
+    assert readable(narrow) is narrow, "CPU kernels read any row in place"
+
+
+def test_names_of_ops_are_checked_everywhere() -> None:
+    ops = ag.compile(CONTIGUOUS, backend="cpp")
+    for call in (ops.warmup, ops.op):
+        with pytest.raises(ag.UnsupportedError, match="no op 'attention'") as error:
+            call("attention")
+        assert error.value.fix == "use prefill, decode, backward"
+    with pytest.raises(ag.UnsupportedError, match="no backend serves meta tensors"):
+        ops.warmup(device="meta")
 
 
 def test_unsupported_combinations_name_what_would_work() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -94,12 +96,85 @@ def test_a_sink_takes_weight_once() -> None:
     out, lse = ag.merge_states(outs, lses, sink=torch.tensor([2.0]).log())
     assert out.item() == pytest.approx(6.0 / 4.0)
     assert lse.exp().item() == pytest.approx(2.0)
+    nothing = float("-inf")
+    empty, _ = ag.merge_states(outs, torch.full((2, 1), nothing), sink=torch.tensor([nothing]))
+    assert empty.item() == 0.0, "a row without keys gives 0, even beside a sink without weight"
 
 
 def test_merging_a_part_without_keys_changes_nothing() -> None:
     outs = torch.tensor([[[2.0]], [[float("nan")]]])
     out, lse = ag.merge_states(outs, torch.tensor([[0.5], [float("-inf")]]))
     assert (out.item(), lse.item()) == (2.0, 0.5)
+
+
+def test_merging_keeps_what_is_undefined_undefined() -> None:
+    undefined = torch.tensor([[float("nan")]])
+    out, lse = ag.merge_states([undefined[..., None], torch.ones(1, 1, 1)], [undefined, torch.zeros(1, 1)])
+    assert out.isnan().item()
+    assert lse.isnan().item()
+
+
+def test_parts_that_do_not_match_are_named() -> None:
+    out, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
+    for outs, lses, what in (
+        ([out, out.half()], [lse, lse], "part 1 does not match: out torch.float16"),
+        ([out, out.to("meta")], [lse, lse], r"on meta"),
+        ([out.tolist()], [lse], r"outs\[0\] is a list"),
+        ([out], None, r"lses\[0\] is a NoneType"),
+    ):
+        with pytest.raises(ag.ArgumentError, match=what):
+            ag.merge_states(outs, lses)
+    for sink, what in ((torch.zeros(()), r"sink has shape \[\]"), ([0.0], "sink is a list")):
+        with pytest.raises(ag.ArgumentError, match=what):
+            ag.merge_states([out], [lse], sink=sink)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+def test_one_row_of_a_page_table_serves_every_request(backend: str) -> None:
+    spec = ag.AttentionSpec(heads=ag.MQA(2, 16), mask=ag.Causal(), dtype="fp32", kv=ag.Paged(page_size=4))
+    ops = ag.compile(spec, backend=backend)
+    torch.manual_seed(3)
+    q, cache = torch.randn(3, 2, 16), (torch.randn(9, 4, 1, 16), torch.randn(9, 4, 1, 16))
+    row = torch.tensor([[3, 7, 1]], dtype=torch.int32)
+    kv_lens = torch.tensor([12, 5, 9], dtype=torch.int32)
+    expected = ops.decode(q, cache, page_table=row.repeat(3, 1), kv_lens=kv_lens)
+    assert torch.equal(ops.decode(q, cache, page_table=row.expand(3, -1), kv_lens=kv_lens), expected)
+
+
+def test_copies_and_pickles_mean_the_same() -> None:
+    bias = torch.linspace(0.0, 1.0, 4)
+    spec = ag.AttentionSpec(
+        heads=ag.MHA(4, 16), score_mods=(ag.score_mod(lambda score, b, h, q, k: score + bias[h] * k),)
+    )
+    ops = ag.compile(spec, backend="cpp")
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(1, 9, 4, 16).bfloat16() for _ in range(3))
+    for twin in (copy.deepcopy(ops), pickle.loads(pickle.dumps(ops))):  # noqa: S301 - our own bytes
+        assert twin.spec == spec
+        assert torch.equal(twin.prefill(q, k, v), ops.prefill(q, k, v))
+
+
+def test_a_traced_backward_means_what_the_eager_one_does() -> None:
+    @ag.mask_mod
+    def after(b, h, q, k, start: ag.Tensor("batch", dtype="i32")):
+        return k >= start[b]
+
+    spec = ag.AttentionSpec(heads=ag.MHA(2, 16), mask=after, score_mods=(distance_bias,), dtype="fp32")
+    ops = ag.compile(spec, backend="cpp")
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, 5, 2, 16) for _ in range(3))
+    params = {"start": torch.tensor([1, 2], dtype=torch.int32), "slopes": torch.tensor([0.1, 0.2])}
+    out, lse = ops.prefill(q, k, v, params=params, return_lse=True)
+
+    def backward(*, deterministic: bool) -> dict[str, torch.Tensor]:
+        return ops.backward(out, q, k, v, out, lse, params=params, deterministic=deterministic)[3]
+
+    traced = torch.compile(backward, backend="eager", fullgraph=True)
+    eager = backward(deterministic=False)
+    assert list(eager) == ["slopes"]
+    torch.testing.assert_close(traced(deterministic=False), eager)
+    with pytest.raises(ag.UnsupportedError, match="the gradient of slopes is not deterministic"):
+        traced(deterministic=True)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -116,6 +116,14 @@ def test_unknown_spec_lists_the_shipped_ones() -> None:
     assert "llama3-8b" in error.value.fix
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ag.SpecError, match=r"cannot read .*spec\.toml") as error:
+        ag.load_spec(path)
+    assert "can't decode byte 0xff" in error.value.why
+
+
 def test_captured_tensors_stay_out_of_equality_and_files() -> None:
     bias = torch.arange(4.0)
 
