@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from attngen.errors import ArgumentError
+
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
@@ -51,12 +53,19 @@ class Settings:
             validate=_flag(env.get("ATTNGEN_VALIDATE")),
             cxx=env.get("CXX") or None,
             ptxas=env.get("ATTNGEN_PTXAS") or None,
-            lock_timeout=float(env.get("ATTNGEN_LOCK_TIMEOUT") or 120.0),
+            lock_timeout=_seconds("ATTNGEN_LOCK_TIMEOUT", env.get("ATTNGEN_LOCK_TIMEOUT"), 120.0),
         )
 
 
 def _flag(text: str | None) -> bool:
     return (text or "").strip().lower() in _TRUE
+
+
+def _seconds(name: str, text: str | None, default: float) -> float:
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ArgumentError(f"{name} is {text!r}", where=name, why="it is a number of seconds", fix="set 120") from None
 
 
 def _integer(text: str | None) -> int:

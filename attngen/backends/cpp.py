@@ -159,7 +159,10 @@ class CppBackend:
 def compiler() -> list[str] | None:
     """The compiler's command line: ``CXX``, which may hold a wrapper and options, or the first of :data:`COMPILERS` there is."""
     if setting := _setting():
-        words = shlex.split(setting)
+        try:
+            words = shlex.split(setting)
+        except ValueError:  # an open quotation mark
+            return None
         return words if words and shutil.which(words[0]) else None
     return next(([name] for name in COMPILERS if shutil.which(name)), None)
 

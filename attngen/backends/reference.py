@@ -130,12 +130,12 @@ def requests(variant: Variant, batch: Batch) -> Iterator[Request]:
 
 def _page_slots(variant: Variant, batch: Batch, b: int, kv_len: int, page_indptr: list[int] | None) -> torch.Tensor:
     assert batch.page_table is not None
-    start = b * batch.page_table_stride
+    start, table = 0, batch.page_table[b] if page_indptr is None else batch.page_table
     if page_indptr is not None:
         start, stop = page_indptr[b], page_indptr[b + 1]
         kv_len = (stop - start - 1) * variant.page_size + kv_len if stop > start else 0
     position = torch.arange(kv_len)
-    pages = batch.page_table.flatten().cpu()[start + position // variant.page_size]
+    pages = table.cpu()[start + position // variant.page_size]
     return pages.long() * variant.page_size + position % variant.page_size
 
 
@@ -161,8 +161,15 @@ def _attend(
         "kv_len": k.shape[0],
     }
     visible = evaluate(variant.mask, env, params, dtype).expand(score.shape)
-    logits = torch.where(visible, evaluate(variant.score, env, params, dtype).expand(visible.shape), float("-inf"))
-    seen = visible.any(-1)
-    lse = torch.where(seen, torch.logsumexp(torch.where(seen[..., None], logits, 0.0), -1), float("-inf"))
-    weights = torch.where(visible, torch.exp(logits - torch.where(seen, lse, 0.0)[..., None]), 0.0)
+    # The score mod is evaluated at visible pairs only: elsewhere it may be undefined, also in its gradient.
+    pairs = visible.nonzero(as_tuple=True)
+    at_pairs = {name: x.expand(visible.shape)[pairs] if isinstance(x, torch.Tensor) else x for name, x in env.items()}
+    seen_logits = evaluate(variant.score, at_pairs, params, dtype).expand(len(pairs[0]))
+    logits = torch.full_like(score, float("-inf")).index_put(pairs, seen_logits)
+    seen = (logits != float("-inf")).any(-1)
+    logits = torch.where(seen[..., None], logits, 0.0)
+    lse = torch.where(seen, torch.logsumexp(logits, -1), float("-inf"))
+    # Not exp(logits - lse): next to logits of -1e30 the number of keys vanishes in lse.
+    near = logits - torch.where(seen, lse, 0.0).detach()[..., None]
+    weights = torch.where(seen[..., None], torch.exp(near - torch.logsumexp(near, -1, keepdim=True)), 0.0)
     return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1)

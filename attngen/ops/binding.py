@@ -39,6 +39,7 @@ def batch_values(batch: Batch) -> dict[str, Value]:
         "qo_len": batch.qo_len,
         "kv_len": batch.kv_len,
         "num_tokens": batch.num_tokens,
+        "num_keys": batch.num_keys,
         "page_table_stride": batch.page_table_stride,
     }
     for name in ("qo_indptr", "kv_indptr", "page_table", "page_indptr"):

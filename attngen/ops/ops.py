@@ -98,7 +98,7 @@ class Ops:
         lse_base: Literal["e", "log2"] = "e",
         partial: bool = False,  # noqa: ARG002 - without a sink every result is a partial result
     ) -> Result:
-        """Attention of many queries a request.
+        """Attention of many queries a request; like :meth:`attention`, gradients flow where an input requires them.
 
         Args:
             k: keys, or for Paged the cache: ``(k_cache, v_cache)`` or one tensor stacked after ``num_pages``.
@@ -142,7 +142,7 @@ class Ops:
     ) -> Result:
         """Attention of one query token a request, ``q [batch, num_qo_heads, head_dim_qk]``, or a few, ``[batch, qo_len, ...]``.
 
-        The keys of a request are divided among programs by its own length alone, so that a result does not depend on its
+        No gradients are recorded. The keys of a request are divided among programs by its own length alone, so that a result does not depend on its
         neighbours. Arguments and result as for :meth:`prefill`.
         """
         lengths = Lengths(
@@ -227,7 +227,9 @@ class Ops:
                 f"lse_base is {lse_base!r}", where="lse_base", why="it is a unit", fix="pass 'e' or 'log2'"
             )
         given = self._with_defaults(params)
-        if torch.compiler.is_compiling() and out is None:
+        if out is None and (
+            torch.compiler.is_compiling() or (name == "prefill" and _tracked(q, k, v, *given.values()))
+        ):
             result, lse = torch_library.attention(self._handle, name, q, k, v, lengths, given)
         else:
             result, lse = self.run_forward(name, q, k, v, lengths, given, out)
@@ -340,6 +342,10 @@ def _differentiable(spec: AttentionSpec) -> tuple[str, ...]:
         return tuple(param.name for param in normalize(spec, "backward").gradient_params)
     except UnsupportedError:
         return ()
+
+
+def _tracked(*inputs: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
 
 
 def _default_device(op: Op) -> torch.device:

@@ -3,9 +3,10 @@
 ========================  =================================================================================================
 ``q k v out dout dq dk dv``  tensors, unit last stride; ``<t>_stride_b``, ``_t``, ``_h`` are i64 element strides of request
                           (page, for a paged k or v; 0 for ragged), token and head
-``lse delta dlse``        fp32, contiguous ``[tokens, num_qo_heads]``
+``lse delta dlse``        fp32, contiguous ``[tokens, num_qo_heads]``; Triton keeps its delta ``[num_qo_heads, tokens]``
 ``partial_out``           fp32 ``[num_splits, tokens, num_qo_heads, head_dim_vo]``; ``partial_lse`` likewise without the last dim
 ``batch qo_len kv_len``   requests; padded lengths (``kv_len`` of a paged cache: keys its page table can hold)
+``num_keys``              rows of ragged k and v
 ``num_tokens``            rows of lse: ``batch * qo_len`` or nnz
 ``num_tiles``             tiles of the axis that the grid walks, over all requests (an upper bound when ragged)
 ``num_splits``            parts that the grid provides for
@@ -38,7 +39,7 @@ def sequences(variant: Variant) -> tuple[Arg, ...]:
     }[variant.q_layout]
     kv_side = {
         "padded": (Arg("kv_len", "i32"), Arg("kv_lens", "*i32"), Arg("has_kv_lens", "i32")),
-        "ragged": (Arg("kv_indptr", "*i32"),),
+        "ragged": (Arg("kv_indptr", "*i32"), Arg("num_keys", "i32")),
         "paged": (
             Arg("kv_len", "i32"),
             Arg("kv_lens", "*i32"),

@@ -45,12 +45,27 @@ MASKS = {
     "sinks": ag.Causal() & sinks_or_near,
     "either": ag.SlidingWindow(left=3) | same_block,
 }
+
+
+@ag.score_mod
+def signed_root(score, b, h, q, k, slopes: ag.Tensor("num_qo_heads")):
+    return score * ag.rsqrt(ag.abs(score)) * slopes[h]
+
+
+@ag.score_mod
+def log_distance(score, b, h, q, k, slopes: ag.Tensor("num_qo_heads")):
+    return score * ag.log(2.0 + q - k) - slopes[h] * ag.log(1.0 + q - k)
+
+
 SCORES = {
     "softcap": (ag.SoftCap(cap=5.0),),
     "alibi": (ag.ALiBi(),),
     "alibi-given": (ag.ALiBi(slopes="slopes"),),
     "distance": (distance_bias,),
     "bias-cap": (per_key_bias, ag.SoftCap(cap=8.0)),
+    # Undefined where there is no pair: at score 0 of padding, and above the diagonal.
+    "undefined-at-0": (signed_root,),
+    "undefined-above": (log_distance,),
 }
 # One expression a head, so that one kernel checks eight spellings; the mask leaves each query one key, and lse is its logit.
 SPELLINGS = (
@@ -143,7 +158,8 @@ def _mask_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         kv = (ag.Contiguous(), ag.Ragged())[index % 2]
         yield from _ops(f"mask-{name}", _spec((4, 2), (64, 64), mask=mask, kv=kv, dtype=next(dtype)), index)
     for index, (name, mods) in enumerate(SCORES.items()):
-        mask = (ag.Causal(), ag.Full(), MASKS["window"])[index % 3]
+        full = name == "undefined-at-0"
+        mask = ag.Full() if full else (ag.Causal(), ag.Full(), MASKS["window"])[index % 3]
         kv = (ag.Ragged(), ag.Contiguous())[index % 2]
         yield from _ops(
             f"score-{name}", _spec((3, 1), (32, 32), mask=mask, score_mods=mods, kv=kv, dtype=next(dtype)), index

@@ -193,6 +193,16 @@ def test_autograd_gives_the_oracles_gradients(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+def test_prefill_records_gradients_where_an_input_asks_for_them() -> None:
+    ops, _ = build("causal", ag.Contiguous())
+    q, k, v = (t.requires_grad_() for t in tensors())
+    ops.prefill(q, k, v).sum().backward()
+    assert v.grad is not None
+    with torch.no_grad():
+        assert not ops.prefill(q, k, v).requires_grad
+    assert not ops.decode(q[:, -1], k, v).requires_grad
+
+
 def test_the_graph_keeps_the_op_alive() -> None:
     q, k, v = (t.requires_grad_() for t in tensors())
     out = build("causal", ag.Contiguous())[0].attention(q, k, v)
