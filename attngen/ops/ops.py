@@ -142,8 +142,8 @@ class Ops:
     ) -> Result:
         """Attention of one query token a request, ``q [batch, num_qo_heads, head_dim_qk]``, or a few, ``[batch, qo_len, ...]``.
 
-        No gradients are recorded. The keys of a request are divided among programs by its own length alone, so that a result does not depend on its
-        neighbours. Arguments and result as for :meth:`prefill`.
+        No gradients are recorded. The keys of a request are divided among programs by its own length alone, so that a result
+        does not depend on its neighbours. Arguments and result as for :meth:`prefill`.
         """
         lengths = Lengths(
             None, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset
@@ -230,7 +230,8 @@ class Ops:
         if out is None and (
             torch.compiler.is_compiling() or (name == "prefill" and _tracked(q, k, v, *given.values()))
         ):
-            result, lse = torch_library.attention(self._handle, name, q, k, v, lengths, given)
+            with torch.set_grad_enabled(name == "prefill" and torch.is_grad_enabled()):
+                result, lse = torch_library.attention(self._handle, name, q, k, v, lengths, given)
         else:
             result, lse = self.run_forward(name, q, k, v, lengths, given, out)
         if not return_lse:
