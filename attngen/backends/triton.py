@@ -62,6 +62,8 @@ class TritonBackend:
         options = [f"num_warps={plan.tiles.num_warps}", f"num_stages={plan.tiles.num_stages}"]
         if plan.target.kind == "cuda":
             options.append(_PTXAS_OPTIONS)
+            if plan.tiles.max_registers:
+                options.append(f"maxnreg={plan.tiles.max_registers}")
         divisors = argument_divisors(plan.args)
         for arg in plan.args:
             kind = f"*{DTYPES[arg.element].triton_name}" if arg.is_pointer else arg.type

@@ -34,12 +34,14 @@ class Tiles:
         q: rows (query tokens, or tokens times packed heads) a tile.
         kv: keys a tile.
         num_warps, num_stages: Triton's; 0 where a backend has no such thing.
+        max_registers: most registers a thread may have; 0 leaves them to the assembler.
     """
 
     q: int
     kv: int
     num_warps: int = 0
     num_stages: int = 0
+    max_registers: int = 0
 
 
 @dataclass(frozen=True)

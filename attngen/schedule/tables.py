@@ -45,6 +45,7 @@ _AMD = ("gfx942", "gfx950")
 TRITON = (
     Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, plain=False),
+    Row("prefill", 64, Tiles(128, 64, 8, 3, max_registers=128), itemsize=2, archs=("sm90a",)),
     Row("prefill", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_CUDA),
     Row("prefill", 128, Tiles(128, 128, 8, 3), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_AMPERE),
