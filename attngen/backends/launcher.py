@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from attngen.backends.base import Launch
+from attngen.dtypes import DTYPES
 from attngen.errors import ArgumentError, BuildError, UnsupportedError
 from attngen.schedule.plan import Arg
 
 MAX_GRID = 2**31 - 1
 _FREE_SHARED = 48 << 10  # bytes of shared memory that need no permission
 _FORMATS = {"i32": "i", "i64": "q"}
+_MAP_BYTES = 128
+_MAP_ENTRIES = 256  # tensor maps that a kernel remembers
 _FOREIGN_BINARY = {
     "CUDA_ERROR_INVALID_IMAGE",
     "CUDA_ERROR_NO_BINARY_FOR_GPU",
@@ -33,21 +36,22 @@ _FOREIGN_BINARY = {
 
 
 class ArgumentLayout:
-    """Where each argument lies in the block of bytes that a launch hands over: each at the next multiple of its size.
+    """Where each parameter lies in the block of bytes that a launch hands over: each at the next multiple of its size.
 
     Attributes:
-        args: the arguments; null pointers follow them.
+        args: the arguments; null pointers follow them. A tensor map makes several parameters: the map, then sizes and strides.
         struct: the block.
-        offsets: of every argument and null pointer.
+        offsets: of every parameter and null pointer.
     """
 
-    def __init__(self, args: Sequence[Arg], trailing: int) -> None:
+    def __init__(self, args: Sequence[Arg], trailing: int, encoders: Sequence[TensorMaps] = ()) -> None:
         self.args = tuple(args)
-        codes = ["Q" if arg.is_pointer else _FORMATS[arg.type] for arg in args] + ["Q"] * trailing
-        starts = (struct.calcsize("@" + "".join(codes[:i]) + f"0{code}") for i, code in enumerate(codes))
+        codes = [code for arg in args for code in _codes(arg)] + ["Q"] * trailing
+        starts = (struct.calcsize("@" + "".join(codes[:i]) + f"0{code[-1]}") for i, code in enumerate(codes))
         self.struct, self.offsets = struct.Struct("@" + "".join(codes)), tuple(starts)
         self._is_pointer = tuple(arg.is_pointer for arg in args)
         self._nulls = (0,) * trailing
+        self._maps = tuple(zip((i for i, arg in enumerate(args) if arg.is_map), encoders, strict=True))
 
     def pack(self, buffer: Any, values: Sequence[torch.Tensor | int]) -> None:
         """Write ``values`` into ``buffer``.
@@ -56,7 +60,9 @@ class ArgumentLayout:
             ArgumentError: their number or kinds differ from the arguments', or an integer is too large.
         """
         try:
-            words = [v.data_ptr() if p else v for v, p in zip(values, self._is_pointer, strict=True)]  # type: ignore[union-attr]
+            words: list[Any] = [v.data_ptr() if p else v for v, p in zip(values, self._is_pointer, strict=True)]  # type: ignore[union-attr]
+            for i, encoder in reversed(self._maps):
+                words[i : i + 1] = encoder(words[i])
             self.struct.pack_into(buffer, 0, *words, *self._nulls)
         except (AttributeError, TypeError, ValueError, struct.error) as error:
             raise self._mismatch(values) from error
@@ -65,10 +71,58 @@ class ArgumentLayout:
         if len(values) != len(self.args):
             return ArgumentError(f"the kernel takes {len(self.args)} arguments, not {len(values)}", where="launch")
         for arg, value in zip(self.args, values, strict=True):
-            if not (isinstance(value, torch.Tensor) if arg.is_pointer else _holds(arg, value)):
+            if not (isinstance(value, torch.Tensor) if arg.is_pointer or arg.is_map else _holds(arg, value)):
                 shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
                 return ArgumentError(f"{shown} is no {arg.type}", where=f"launch, argument {arg.name}")
         return ArgumentError("the arguments cannot be packed", where="launch")
+
+
+class TensorMaps:
+    """Encodes tensor maps of one argument, and remembers them: they depend on address, sizes and strides only."""
+
+    def __init__(self, driver: Any, entry: str, dtype: str, box: Sequence[int], swizzle: int) -> None:
+        self._driver, self._entry, self._box = driver, entry, tuple(box)
+        name = f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[dtype].torch_name.upper()}"
+        self._kind = getattr(driver.CUtensorMapDataType, name)
+        self._swizzle = driver.CUtensorMapSwizzle(swizzle)
+        self._known: dict[Any, list[Any]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> list[Any]:
+        """The parameters: bytes of the map, sizes, strides in elements."""
+        key = tensor.data_ptr(), tensor.shape, tensor.stride()
+        words = self._known.get(key)
+        if words is None:
+            if len(self._known) >= _MAP_ENTRIES:
+                self._known.clear()
+            words = self._known[key] = self._encode(tensor)
+        return words
+
+    def _encode(self, tensor: torch.Tensor) -> list[Any]:
+        driver, rank, sizes, strides = self._driver, tensor.dim(), tuple(tensor.shape), tensor.stride()
+        if not tensor.numel():  # no tile of it is ever loaded, and the driver encodes no empty tensor
+            return [bytes(_MAP_BYTES), *sizes, *strides]
+        # The stride of a single row matters to nobody, and need not be one that the hardware takes.
+        pitches = [
+            stride * tensor.element_size() if size > 1 else 16 for size, stride in zip(sizes, strides, strict=True)
+        ]
+        status, encoded = driver.cuTensorMapEncodeTiled(
+            self._kind,
+            rank,
+            tensor.data_ptr(),
+            [driver.cuuint64_t(size) for size in reversed(sizes)],
+            [driver.cuuint64_t(pitch) for pitch in reversed(pitches[:-1])],
+            [driver.cuuint32_t(size) for size in reversed(self._box)],
+            [driver.cuuint32_t(1)] * rank,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            self._swizzle,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        if status != 0:
+            raise RuntimeError(
+                f"kernel {self._entry}: cuTensorMapEncodeTiled(sizes {sizes}, strides {strides}) failed: {status!r}"
+            )
+        return [ctypes.string_at(int(encoded.getPtr()), _MAP_BYTES), *sizes, *strides]
 
 
 class _Buffers(threading.local):
@@ -154,6 +208,7 @@ def load(
     threads: int,
     shared: int,
     trailing_pointers: int,
+    maps: Sequence[Mapping[str, Any]] = (),
 ) -> Launch:
     """Load ``entry`` of a cubin for one device.
 
@@ -165,6 +220,7 @@ def load(
         threads: threads a block.
         shared: bytes of dynamic shared memory a block.
         trailing_pointers: null pointers that the kernel takes after its arguments.
+        maps: of each tensor map, Triton's ``block_size`` (what one copy takes) and ``swizzle``.
 
     Raises:
         BuildError: ``cuda.bindings`` is not installed.
@@ -174,7 +230,13 @@ def load(
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     require_no_capture(entry, device)
-    return _Kernel(binary.read_bytes(), entry, ArgumentLayout(args, trailing_pointers), device, threads, shared)
+    driver, mapped = _driver(entry), [arg for arg in args if arg.is_map]
+    encoders = [
+        TensorMaps(driver, entry, arg.element, facts["block_size"], facts["swizzle"])
+        for arg, facts in zip(mapped, maps, strict=True)
+    ]
+    layout = ArgumentLayout(args, trailing_pointers, encoders)
+    return _Kernel(binary.read_bytes(), entry, layout, device, threads, shared)
 
 
 def require_grid(grid: int, entry: str) -> None:
@@ -206,6 +268,12 @@ def require_no_capture(entry: str, device: torch.device) -> None:
                 why="a CUDA graph is being captured, and loading a kernel is no part of one",
                 fix="call ops.warmup(), or the op itself once, before the capture",
             )
+
+
+def _codes(arg: Arg) -> list[str]:
+    if arg.is_map:
+        return [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]
+    return ["Q" if arg.is_pointer else _FORMATS[arg.type]]
 
 
 def _holds(arg: Arg, value: object) -> bool:

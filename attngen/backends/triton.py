@@ -66,8 +66,9 @@ class TritonBackend:
                 options.append(f"maxnreg={plan.tiles.max_registers}")
         divisors = argument_divisors(plan.args)
         for arg in plan.args:
-            kind = f"*{DTYPES[arg.element].triton_name}" if arg.is_pointer else arg.type
-            options.append(f"arg:{arg.name}={kind}" + (f":{divisors[arg.name]}" if arg.name in divisors else ""))
+            options.append(
+                f"arg:{arg.name}={_triton_type(plan, arg)}" + (f":{divisors[arg.name]}" if arg.name in divisors else "")
+            )
         return tuple(options)
 
     def fingerprint(self, target: Target) -> str | None:
@@ -106,6 +107,7 @@ class TritonBackend:
             threads=metadata["num_warps"] * metadata["warp_size"],
             shared=metadata["shared"],
             trailing_pointers=2,
+            maps=metadata["tensor_maps"],
         )
 
 
@@ -118,6 +120,13 @@ def argument_divisors(args: tuple[Arg, ...]) -> dict[str, int]:
             for axis in "bth":
                 divisors[f"{pointer.name}_stride_{axis}"] = ALIGNMENT // DTYPES[pointer.element].itemsize
     return divisors
+
+
+def _triton_type(plan: KernelPlan, arg: Arg) -> str:
+    if arg.is_map:
+        width = {"k_tiles": plan.block_qk, "v_tiles": plan.block_vo}[arg.name]
+        return f"tensordesc<{DTYPES[arg.element].triton_name}[1,1,{plan.tiles.kv},{width}]>"
+    return f"*{DTYPES[arg.element].triton_name}" if arg.is_pointer else arg.type
 
 
 def _ptxas(target: Target, triton: Path) -> Ptxas | None:

@@ -109,7 +109,9 @@ def compile_kernel(kernel: RenderedKernel, folder: Path, triton: Path, ptxas: Pt
         source.with_suffix(".json").write_text(json.dumps(metadata, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return BuildResult(
         binary=source.with_suffix(BINARY_SUFFIX[kernel.target.kind]).name,
-        metadata={name: metadata[name] for name in ("num_warps", "warp_size", "shared")} | _registers(log, text),
+        metadata={name: metadata[name] for name in ("num_warps", "warp_size", "shared")}
+        | {"tensor_maps": metadata.get("tensordesc_meta") or []}
+        | _registers(log, text),
         log=log,
     )
 
@@ -147,10 +149,12 @@ def require_parameters(kernel: RenderedKernel, kinds: list[str], text: str) -> N
     Raises:
         BuildError: it takes others, so that a launch would pass garbage.
     """
-    expected = [4 if kind == "i32" else 8 for kind in kinds] + [8, 8]
+    expected = [size for kind in kinds for size in _parameter_sizes(kind)] + [8, 8]
     if kernel.target.kind == "cuda":
         header = re.search(rf"\.entry\s+{kernel.entry}\((.*?)\)", text, re.DOTALL)
-        found = [int(bits) // 8 for bits in re.findall(r"\.param\s+\.\w(\d+)", header.group(1))] if header else []
+        pattern = r"\.param\s+(?:\.align\s+\d+\s+)?\.\w(\d+)[^,\[]*(?:\[(\d+)\])?"
+        sizes = re.findall(pattern, header.group(1)) if header else []
+        found = [int(bits) // 8 * int(count or 1) for bits, count in sizes]
     else:
         found = [int(size) for size in re.findall(r"\.size:\s+(\d+)\s+\.value_kind:\s+(?!hidden)", text)]
     if found != expected:
@@ -160,6 +164,14 @@ def require_parameters(kernel: RenderedKernel, kinds: list[str], text: str) -> N
             why=f"the binary has parameters of {found} bytes, the launcher passes {expected}",
             fix="use a version of triton from 3.6 on that attngen is tested with",
         )
+
+
+def _parameter_sizes(kind: str) -> list[int]:
+    """Of one argument; a tensor map is followed by its tensor's sizes and strides."""
+    if kind.startswith("tensordesc<"):
+        rank = kind.count(",") + 1
+        return [128] + [4] * rank + [8] * rank
+    return [4 if kind == "i32" else 8]
 
 
 def _gpu_target(target: Target) -> tuple[str, str | int, int]:

@@ -32,6 +32,12 @@ def input_values(inputs: Inputs) -> dict[str, Value]:
     return values
 
 
+def map_values(inputs: Inputs) -> dict[str, Value]:
+    """Keys and values ``[request, head, token, dim]``, of which a kernel's tensor maps are made."""
+    k, v = (x.transpose(-3, -2) for x in (inputs.k, inputs.v))
+    return {"k_tiles": k, "v_tiles": v} if k.dim() == 4 else {"k_tiles": k[None], "v_tiles": v[None]}
+
+
 def batch_values(batch: Batch) -> dict[str, Value]:
     """Values of the lengths and index tensors; absent ones stay out and become dummies."""
     values: dict[str, Value] = {

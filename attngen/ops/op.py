@@ -13,7 +13,7 @@ import torch
 from attngen.backends import reference
 from attngen.backends.base import Backend, Inputs, Launch
 from attngen.errors import UnsupportedError
-from attngen.ops.binding import Value, input_values, ordered, tensor_values
+from attngen.ops.binding import Value, input_values, map_values, ordered, tensor_values
 from attngen.ops.checks import torch_dtype
 from attngen.schedule.plan import KernelPlan, OpPlan
 from attngen.variant import Variant
@@ -83,6 +83,8 @@ class Op:
         tiles = query_tiles(plan, inputs)
         programs = tiles * (self.variant.num_kv_heads if plan.packed else self.variant.num_qo_heads)
         values["num_tiles"] = tiles
+        if plan.tiles.maps:
+            values |= map_values(inputs)
         num_splits = provided_splits(plan, inputs) if plan.split else 1
         if plan.split:
             values["num_splits"] = num_splits

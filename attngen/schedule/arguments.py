@@ -15,6 +15,7 @@
 ``q_offset kv_offset``    i32 ``[batch]``, positions of the first row and key, read where ``has_q_offset`` / ``has_kv_offset`` is 1
 ``page_table``            i32 page numbers; request b starts at ``b * page_table_stride``, or, where that stride is 0 (CSR), at
                           ``page_indptr[b]``; then ``kv_lens`` holds the tokens of the last page
+``k_tiles v_tiles``       tensor maps of k and v, ``[request, head, token, dim]`` (one request where ragged)
 ``has_dlse``              whether ``dlse`` is read
 ``param_<name>``          each run-time parameter, then ``param_<name>_dim<i>`` (i32) for each axis; ``d_param_<name>`` its gradient
 ========================  =================================================================================================
@@ -64,6 +65,11 @@ def parameters(variant: Variant) -> tuple[Arg, ...]:
         args.append(Arg(param.symbol, f"*{param.dtype}"))
         args.extend(Arg(f"{param.symbol}_dim{axis}", "i32") for axis in range(len(param.dims)))
     return tuple(args)
+
+
+def tensor_maps(variant: Variant) -> tuple[Arg, ...]:
+    """Keys and values as the hardware copies tiles of them."""
+    return (Arg("k_tiles", f"tiles<{variant.kv_dtype}>"), Arg("v_tiles", f"tiles<{variant.kv_dtype}>"))
 
 
 def param_gradients(variant: Variant) -> tuple[Arg, ...]:

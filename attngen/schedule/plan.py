@@ -11,7 +11,7 @@ from attngen.variant import OpName, Variant
 
 @dataclass(frozen=True)
 class Arg:
-    """One kernel argument: ``type`` is ``i32``, ``i64`` or ``*<dtype>`` for a pointer."""
+    """One kernel argument: ``type`` is ``i32``, ``i64``, ``*<dtype>`` for a pointer, or ``tiles<dtype>`` for a tensor map."""
 
     name: str
     type: str
@@ -21,9 +21,14 @@ class Arg:
         return self.type.startswith("*")
 
     @property
+    def is_map(self) -> bool:
+        """Whether it is a tensor map, by which the hardware copies whole tiles."""
+        return self.type.startswith("tiles<")
+
+    @property
     def element(self) -> str:
         """Element dtype of a pointer, or the scalar's own type."""
-        return self.type.removeprefix("*")
+        return self.type.removeprefix("*").removeprefix("tiles<").removesuffix(">")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Tiles:
         kv: keys a tile.
         num_warps, num_stages: Triton's; 0 where a backend has no such thing.
         max_registers: most registers a thread may have; 0 leaves them to the assembler.
+        maps: keys and values come by tensor maps.
     """
 
     q: int
@@ -42,6 +48,7 @@ class Tiles:
     num_warps: int = 0
     num_stages: int = 0
     max_registers: int = 0
+    maps: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attngen.ir.intervals import classify, key_span, query_span
+from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
 from attngen.schedule.plan import Arg, KernelPlan
 from attngen.schedule.tables import choose_tiles, padded
@@ -33,6 +34,9 @@ def plan_kernel(
         split: keys are divided among programs.
     """
     uniform = _UNIFORM if packed or schedule == "dkdv" else _UNIFORM | {"h"}
+    keys = key_span(variant.mask, uniform)
+    mappable = schedule == "forward" and not split and variant.kv_layout != "paged" and keys.has_full
+    tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
     return KernelPlan(
         schedule=schedule,
         entry=entry_name(variant, op, schedule),
@@ -40,15 +44,15 @@ def plan_kernel(
         variant=variant,
         target=target,
         backend=backend,
-        tiles=choose_tiles(backend, op if schedule == "forward" else schedule, variant, target),
+        tiles=tiles,
         block_qk=padded(variant.head_dim_qk, backend),
         block_vo=padded(variant.head_dim_vo, backend),
         packed=packed,
         split=split,
         min_split=MIN_SPLIT,
         max_splits=MAX_SPLITS,
-        args=args,
-        keys=key_span(variant.mask, uniform),
+        args=args + tensor_maps(variant) if tiles.maps else args,
+        keys=keys,
         queries=query_span(variant.mask, uniform),
         tile=classify(variant.mask, uniform),
     )

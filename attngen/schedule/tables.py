@@ -23,6 +23,8 @@ class Row:
         group_size: smallest number of query heads a key head.
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
         plain: only where the score is unmodified (``True``), only where it is modified (``False``), or both (``None``).
+
+    A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, with an unmasked loop.
     """
 
     schedule: str
@@ -47,6 +49,7 @@ TRITON = (
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 64, Tiles(128, 64, 8, 3, max_registers=128), itemsize=2, archs=("sm90a",)),
     Row("prefill", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_CUDA),
+    Row("prefill", 128, Tiles(128, 64, 8, 2, max_registers=128, maps=True), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 128, 8, 3), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_AMPERE),
     Row("prefill", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
@@ -110,11 +113,12 @@ CPP = (
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target) -> Tiles:
+def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False) -> Tiles:
     """The first fitting row of the backend's table.
 
     Args:
         schedule: as in :class:`Row`.
+        mappable: whether the kernel can use tensor maps.
     """
     table = CPP if backend == "cpp" else INTERPRET if target.kind == "interpret" else TRITON
     head_dim = max(padded(variant.head_dim_qk, backend), padded(variant.head_dim_vo, backend))
@@ -127,6 +131,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target) 
             and variant.group_size >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
             and row.plain in (None, not variant.has_score_mod)
+            and row.tiles.maps <= mappable
         ):
             return row.tiles
     raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")

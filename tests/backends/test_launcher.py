@@ -117,6 +117,56 @@ def test_arguments_lie_as_c_would_lay_them_out() -> None:
     assert (packed.n, packed.s, packed.b, packed.x, packed.y) == (5, -(2**40), -6, None, None)
 
 
+def test_a_tensor_map_lies_before_its_sizes_and_strides() -> None:
+    tensor, args = torch.zeros(2, 3, 5, 16), (Arg("n", "i32"), Arg("k_tiles", "tiles<fp16>"))
+    driver = MapDriver()
+    layout = ArgumentLayout(args, 1, [launcher.TensorMaps(driver, "attend", "fp16", [1, 1, 64, 64], 3)])
+    buffer = ctypes.create_string_buffer(layout.struct.size)
+    layout.pack(buffer, [9, tensor])
+    block, at = bytes(buffer), layout.offsets
+    assert len(at) == 1 + (1 + 4 + 4) + 1
+    assert block[at[1] : at[1] + 128] == bytes(range(128))
+    assert [int.from_bytes(block[o : o + 4], "little") for o in at[:1] + at[2:6]] == [9, 2, 3, 5, 16]
+    assert [int.from_bytes(block[o : o + 8], "little") for o in at[6:]] == [240, 80, 16, 1, 0]
+    with pytest.raises(ag.ArgumentError, match=r"7 is no tiles<fp16>"):
+        layout.pack(buffer, [9, 7])
+
+
+class MapDriver:
+    """Notes what is to be encoded; refuses strides of 0."""
+
+    def __init__(self) -> None:
+        self.encoded: list[Any] = []
+        self.CUtensorMapDataType = SimpleNamespace(
+            CU_TENSOR_MAP_DATA_TYPE_BFLOAT16="bf16", CU_TENSOR_MAP_DATA_TYPE_FLOAT16="fp16"
+        )
+        self.CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
+        self.CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_128B=2)
+        self.CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
+        self.CUtensorMapSwizzle = self.cuuint32_t = self.cuuint64_t = int
+        self._map = ctypes.create_string_buffer(bytes(range(128)), 128)
+
+    def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:
+        self.encoded.append(arguments)
+        return int(0 in arguments[4]), SimpleNamespace(getPtr=lambda: ctypes.addressof(self._map))
+
+
+def test_tensor_maps_are_encoded_once_for_each_place_and_shape() -> None:
+    driver = MapDriver()
+    maps = launcher.TensorMaps(driver, "attend", "bf16", [1, 1, 64, 64], 3)
+    tensor = torch.zeros(1, 10, 3, 128, dtype=torch.bfloat16).transpose(1, 2)
+    assert maps(tensor) == maps(tensor) == [bytes(range(128)), 1, 3, 10, 128, 3840, 128, 384, 1]
+    # Innermost first; strides in bytes, without the innermost, and 16 for a single row.
+    sizes, strides, box = [128, 10, 3, 1], [768, 256, 16], [64, 64, 1, 1]
+    assert driver.encoded == [("bf16", 4, tensor.data_ptr(), sizes, strides, box, [1] * 4, 0, 3, 2, 0)]
+    maps(tensor[:, :2])
+    assert len(driver.encoded) == 2
+    assert maps(tensor[:0])[0] == bytes(128)
+    assert len(driver.encoded) == 2
+    with pytest.raises(RuntimeError, match=r"kernel attend: cuTensorMapEncodeTiled\(.*failed"):
+        maps(torch.zeros(1, 3, 1, 128, dtype=torch.bfloat16).expand(2, 3, 10, 128))
+
+
 def test_a_launch_passes_shape_stream_and_arguments(driver: NotingDriver, tmp_path: Path) -> None:
     launch, values = _load(tmp_path), _values()
     assert driver.calls == [("push", 7), ("shared", SHARED), ("pop",)]

@@ -103,6 +103,14 @@ def test_other_parameters_than_planned_are_refused() -> None:
     require_parameters(_kernel("cuda:sm80"), ["*fp32"], text.replace(".u32", ".u64"))
 
 
+def test_a_tensor_map_comes_before_its_sizes_and_strides() -> None:
+    words = [".align 64 .b8 p0[128]", ".u32 p1", ".u32 p2", ".u64 p3", ".u64 p4", ".u64 p5", ".u64 p6"]
+    text = f".visible .entry scale(\n {', '.join(f'.param {word}' for word in words)}\n)"
+    require_parameters(_kernel("cuda:sm90a"), ["tensordesc<bf16[64,64]>"], text)
+    with pytest.raises(ag.BuildError, match="other parameters"):
+        require_parameters(_kernel("cuda:sm90a"), ["tensordesc<bf16[1,64,64]>"], text)
+
+
 def test_flags_are_read_back() -> None:
     flags = ("num_warps=4", "ptx_options=--x=2", "arg:q=*bf16:16", "arg:n=i32")
     assert parse_flags(flags) == (

@@ -29,6 +29,23 @@ def test_entry_names_say_what_a_kernel_does(name: str, op: str, entries: list[st
     assert [kernel.entry for kernel in plan.kernels] == entries
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "maps"),
+    [
+        ("llama3-70b", "cuda:sm90a", True),  # ragged
+        ("mistral-7b", "cuda:sm90a", True),
+        ("qwen3-8b", "cuda:sm90a", False),  # paged
+        ("falcon-7b", "cuda:sm90a", False),  # head dim 64
+        ("llama3-70b", "cuda:sm80", False),
+        ("llama3-70b", "hip:gfx942", False),
+    ],
+)
+def test_tensor_maps_serve_adjacent_keys_on_hopper(name: str, target: str, maps: bool) -> None:
+    (plan,) = plan_op(ag.load_spec(name), "prefill", Target.parse(target), "triton").kernels
+    assert [arg.name for arg in plan.args if arg.is_map] == (["k_tiles", "v_tiles"] if maps else [])
+    assert plan.tiles.maps == maps
+
+
 def test_bounds_of_a_causal_window_are_tight() -> None:
     spec = ag.AttentionSpec(heads=ag.MHA(2, 64), mask=ag.Causal() & ag.SlidingWindow(left=100), dtype="fp32")
     kernel = plan_op(spec, "prefill", CPU, "cpp").kernels[0]
