@@ -17,23 +17,21 @@ class DType:
         torch_name: attribute of ``torch`` that holds the dtype.
         itemsize: bytes an element.
         triton_name: element name in Triton signatures and ``tl``.
-        cpp_name: type name in generated C++ (defined by the templates' dtype partial).
     """
 
     name: str
     torch_name: str
     itemsize: int
     triton_name: str
-    cpp_name: str
 
 
 DTYPES: dict[str, DType] = {
     row.name: row
     for row in (
-        DType("fp32", "float32", 4, "fp32", "float"),
-        DType("bf16", "bfloat16", 2, "bf16", "bf16_t"),
-        DType("fp16", "float16", 2, "fp16", "fp16_t"),
-        DType("i32", "int32", 4, "i32", "int32_t"),
-        DType("bool", "bool", 1, "i1", "bool"),
+        DType("fp32", "float32", 4, "fp32"),
+        DType("bf16", "bfloat16", 2, "bf16"),
+        DType("fp16", "float16", 2, "fp16"),
+        DType("i32", "int32", 4, "i32"),
+        DType("bool", "bool", 1, "i1"),
     )
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from attngen.codegen.printer import Dialect, Printer, float32_literal, print_expr
+from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.ir.differentiate import differentiate, param_gradients
 from attngen.ir.expr import SCORE, TRUE, Const, Expr, Load
 from attngen.schedule.plan import KernelPlan
@@ -35,7 +35,10 @@ class Emit:
 
     def expr(self, expr: Expr, **names: str) -> str:
         """Any expression; ``qo_len`` and ``kv_len`` spell themselves."""
-        return print_expr(expr, self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
+        return self._printer(names).print(expr)
+
+    def _printer(self, names: dict[str, str]) -> Printer:
+        return Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
 
     @property
     def has_score_mod(self) -> bool:
@@ -77,13 +80,13 @@ class Emit:
         ]
 
     def _param_gradient(self, load: Load, slope: Expr, names: dict[str, str]) -> ParamGradient:
-        printer = Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
+        printer = self._printer(names)
         param = self._params[load.param]
         return ParamGradient(
             param=param.symbol,
             offset=printer.offset(param, load.indices),
             valid=printer.valid(param, load.indices) or "",
-            value=self.expr(slope, **names),
+            value=printer.print(slope),
         )
 
     def f32(self, value: float) -> str:

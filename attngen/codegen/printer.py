@@ -34,15 +34,6 @@ class Dialect(Protocol):
         """The element at ``offset`` as f32, i32 or bool; 0 where ``valid`` does not hold."""
 
 
-def print_expr(expr: Expr, dialect: Dialect, names: Mapping[str, str], params: Mapping[str, Param]) -> str:
-    """``expr`` in ``dialect``, each coordinate spelled as ``names`` says.
-
-    Raises:
-        SpecError: the expression uses a coordinate that has no spelling here.
-    """
-    return Printer(dialect, names, params).text(expr, _LOOSE)
-
-
 def float32_literal(value: float) -> str:
     """The shortest decimal that reads back as the same float32.
 
@@ -64,8 +55,18 @@ def _as_float32(value: float) -> float | None:
 
 
 class Printer:
+    """Prints expressions in one dialect; ``names`` spells the coordinates, ``params`` holds the parameters by name."""
+
     def __init__(self, dialect: Dialect, names: Mapping[str, str], params: Mapping[str, Param]) -> None:
         self.dialect, self.names, self.params = dialect, names, params
+
+    def print(self, expr: Expr) -> str:
+        """``expr`` as a statement's right side.
+
+        Raises:
+            SpecError: it uses a coordinate that has no spelling here.
+        """
+        return self.text(expr, _LOOSE)
 
     def text(self, expr: Expr, context: int) -> str:
         """``expr``, parenthesized if it binds less tightly than ``context``."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from attngen.ir.intervals import classify, key_span, query_span
+from functools import lru_cache
+
+from attngen.ir.expr import Expr
+from attngen.ir.intervals import Span, TileClass, classify, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
 from attngen.schedule.plan import Arg, KernelPlan
@@ -34,7 +37,7 @@ def plan_kernel(
         split: keys are divided among programs.
     """
     uniform = _UNIFORM if packed or schedule == "dkdv" else _UNIFORM | {"h"}
-    keys = key_span(variant.mask, uniform)
+    keys, queries, tile = _visibility(variant.mask, uniform)
     mappable = schedule == "forward" and not split and variant.kv_layout != "paged" and keys.has_full
     tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
     return KernelPlan(
@@ -53,6 +56,12 @@ def plan_kernel(
         max_splits=MAX_SPLITS,
         args=args + tensor_maps(variant) if tiles.maps else args,
         keys=keys,
-        queries=query_span(variant.mask, uniform),
-        tile=classify(variant.mask, uniform),
+        queries=queries,
+        tile=tile,
     )
+
+
+@lru_cache(maxsize=256)
+def _visibility(mask: Expr, uniform: frozenset[str]) -> tuple[Span, Span, TileClass]:
+    """What tiles see, worked out once for all kernels of a mask."""
+    return key_span(mask, uniform), query_span(mask, uniform), classify(mask, uniform)

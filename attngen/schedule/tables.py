@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attngen.dtypes import DTYPES
 from attngen.ir.expr import TRUE
 from attngen.schedule.plan import Tiles
 from attngen.target import Target
@@ -110,8 +111,6 @@ CPP = (
     Row("dq", 256, Tiles(128, 64)),
 )
 
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-
 
 def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False) -> Tiles:
     """The first fitting row of the backend's table.
@@ -126,7 +125,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
         if (
             row.schedule == schedule
             and head_dim <= row.head_dim
-            and row.itemsize in (0, _ITEMSIZE[variant.dtype])
+            and row.itemsize in (0, DTYPES[variant.dtype].itemsize)
             and (not row.archs or target.arch in row.archs)
             and variant.group_size >= row.group_size
             and row.masked in (None, variant.mask != TRUE)

@@ -27,7 +27,8 @@ def test_c13_each_group_sums_its_own_heads(place: Place, spec) -> None:
     assert_near(got.dv, torch.tensor(SHARED[heads], dtype=torch.float64)[:, None])
     assert_near(got.dv, want.dv)
     assert_near(got.dk, want.dk)
-    assert_near(got.dq, want.dq, atol=2e-2 * float(want.dq.abs().max()))  # dout of up to 12 makes large numbers cancel
+    # dq sums over keys what dout of up to 12 makes large: bf16 rounds that, fp32 does not.
+    assert_near(got.dq, want.dq, atol=2e-2 * float(want.dq.abs().max()) if spec.dtype == "bf16" else 2e-2)
     assert all(grad.isfinite().all() for grad in (got.dq, got.dk, got.dv))
 
 
