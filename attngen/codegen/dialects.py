@@ -23,6 +23,7 @@ class TritonDialect(Dialect):
     _HELPERS: ClassVar = {
         "floordiv": "floor_div",
         "mod": "floor_mod",
+        "shr": "shift_right",
         "pow": "power",
         "tanh": "tanh",
         "sigmoid": "sigmoid",
@@ -51,6 +52,8 @@ class TritonDialect(Dialect):
         text = f"tl.load({param.symbol} + {offset}{guard})"
         if param.dtype in ("fp16", "bf16"):
             return f"{text}.to(tl.float32)"
+        if param.dtype == "u8":
+            return f"{text}.to(tl.int32)"
         return f"({text} != 0)" if param.dtype == "bool" else text
 
 
@@ -63,6 +66,7 @@ class CppDialect(Dialect):
         "abs": "absolute",
         "floordiv": "floor_div",
         "mod": "floor_mod",
+        "shr": "shift_right",
         "pow": "power",
         **{
             name: f"{name}_f32"
@@ -93,7 +97,7 @@ class CppDialect(Dialect):
         return f"!{text}"
 
     def load(self, param: Param, offset: str, valid: str | None) -> str:
-        convert = {"fp16": "to_float", "bf16": "to_float", "bool": "bool"}.get(param.dtype, "")
+        convert = {"fp16": "to_float", "bf16": "to_float", "u8": "int32_t", "bool": "bool"}.get(param.dtype, "")
         text = f"{convert}({param.symbol}[{offset}])" if convert else f"{param.symbol}[{offset}]"
-        zero = {"i32": "0", "bool": "false"}.get(param.dtype, "0.0f")
+        zero = {"i32": "0", "u8": "0", "bool": "false"}.get(param.dtype, "0.0f")
         return f"({valid} ? {text} : {zero})" if valid else text

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from attngen.errors import SpecError
-from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Select, Type, Unary
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Type, Unary
 from attngen.ir.params import Param
+from attngen.ir.scalar import clamp_count
 
 _ATOM, _PRODUCT, _SUM, _LOOSE = 3, 2, 1, 0
 _INFIX = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT), "div": ("/", _PRODUCT)}
@@ -22,7 +23,7 @@ class Dialect(Protocol):
         """A literal of type bool, i32 or f32."""
 
     def call(self, function: str, *operands: str) -> str:
-        """A unary function, or one of floordiv, mod, min, max, pow, select."""
+        """A unary function, or one of floordiv, mod, shr, min, max, pow, select."""
 
     def cast(self, text: str, to: Type) -> str:
         """A conversion to bool, i32 or f32."""
@@ -55,9 +56,15 @@ def _as_float32(value: float) -> float | None:
 
 
 class Printer:
-    """Prints expressions in one dialect; ``names`` spells the coordinates, ``params`` holds the parameters by name."""
+    """Prints expressions in one dialect.
 
-    def __init__(self, dialect: Dialect, names: Mapping[str, str], params: Mapping[str, Param]) -> None:
+    Args:
+        dialect: the kernel's language.
+        names: spelling of each coordinate and local, by name, and of each extent, by node.
+        params: parameters by name.
+    """
+
+    def __init__(self, dialect: Dialect, names: Mapping[Any, str], params: Mapping[str, Param]) -> None:
         self.dialect, self.names, self.params = dialect, names, params
 
     def print(self, expr: Expr) -> str:
@@ -78,8 +85,10 @@ class Printer:
             case Const(value):
                 text = self.dialect.constant(value)
                 return text, _SUM if text.startswith("-") else _ATOM
-            case Coord(name):
-                return self._coordinate(name), _ATOM
+            case Coord(name) | Local(name):
+                return self._named(name, name), _ATOM
+            case Extent(load, end):
+                return self._named(expr, f"the {end} extent of {load.param}"), _ATOM
             case Load(param, indices):
                 return self._load(self.params[param], indices), _ATOM
             case Unary("neg", x):
@@ -95,6 +104,8 @@ class Printer:
                 sign, level = _INFIX[op]
                 right_context = level + 1 if op in ("sub", "div") or y.type == "f32" else level
                 return f"{self.text(x, level)} {sign} {self.text(y, right_context)}", level
+            case Binary("shr", x, Const(n)):
+                return f"{self.text(x, _ATOM)} >> {clamp_count(int(n))}", _LOOSE
             case Binary(op, x, y):
                 return self.dialect.call(op, self.text(x, _LOOSE), self.text(y, _LOOSE)), _ATOM
             case Compare(op, x, y):
@@ -106,15 +117,16 @@ class Printer:
                 return self.dialect.cast(self.text(x, _LOOSE), to), _ATOM
         raise TypeError(f"no spelling for {type(expr).__name__}")
 
-    def _coordinate(self, name: str) -> str:
-        if name not in self.names:
+    def _named(self, key: object, what: str) -> str:
+        if key not in self.names:
+            known = sorted(name for name in self.names if isinstance(name, str))
             raise SpecError(
-                f"{name!r} has no value here",
+                f"{what!r} has no value here",
                 where="expression",
-                why=f"this part of the kernel knows {', '.join(sorted(self.names))}",
+                why=f"this part of the kernel knows {', '.join(known)}",
                 fix="use another coordinate",
             )
-        return self.names[name]
+        return self.names[key]
 
     def _load(self, param: Param, indices: tuple[Expr, ...]) -> str:
         offset, valid = self.offset(param, indices), self.valid(param, indices)

@@ -33,7 +33,7 @@ from attngen.ir.expr import (
     select,
     unary,
 )
-from attngen.ir.scalar import evaluate_scalar
+from attngen.ir.scalar import clamp_count, evaluate_scalar
 
 MAX_NODES = 200
 _EXACT = (Const, Unary, Binary, Compare, Select, Cast)
@@ -78,6 +78,10 @@ class Affine:
                 divisor = Affine.of(y)
                 if not divisor.terms and divisor.const > 0:
                     return Affine.of(x) // divisor.const
+            case Binary("shr", x, y):
+                count = Affine.of(y)
+                if not count.terms and clamp_count(count.const) < 31:  # 2 ** 31 is no i32
+                    return Affine.of(x) // (1 << clamp_count(count.const))
         if all(isinstance(node, _EXACT) and node.type != "f32" for node in expr.walk()):
             return Affine((), int(evaluate_scalar(expr, {})))
         return Affine(((expr, 1),), 0)

@@ -96,6 +96,8 @@ class Bounds:
                 return self._coordinate(name)
             case Binary("floordiv", x, Const(m)) if m:
                 return _quotient(self.of(x), int(m))
+            case Binary("shr", x, _):
+                return _towards_zero(self.of(x))
             case Binary("mod", x, Const(m)) if m:
                 return _remainder(self.of(x), int(m))
             case Binary("mul", x, y):
@@ -241,6 +243,12 @@ def _either(condition: Truth, x: Interval, y: Interval) -> Interval:
         return choose(condition.all, a, choose(condition.any, both, b))
 
     return Interval(end(x.lo, y.lo, True), end(x.hi, y.hi, False))
+
+
+def _towards_zero(x: Interval) -> Interval:
+    """Arithmetic shifts by whatever count: ``0 .. x`` of what is not negative, else ``x .. -1``."""
+    zero, minus_one = Affine((), 0), Affine((), -1)
+    return Interval(None if x.lo is None else smallest(x.lo, zero), None if x.hi is None else largest(x.hi, minus_one))
 
 
 def _quotient(x: Interval, m: int) -> Interval:

@@ -22,7 +22,8 @@ _DTYPES = {
     **dict.fromkeys(("float32", "float64"), "fp32"),
     "bfloat16": "bf16",
     "float16": "fp16",
-    **dict.fromkeys(("int64", "int32", "int16", "int8", "uint8"), "i32"),
+    **dict.fromkeys(("int64", "int32", "int16", "int8"), "i32"),
+    "uint8": "u8",
     "bool": "bool",
 }
 

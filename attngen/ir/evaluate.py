@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from attngen.errors import ArgumentError
-from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Select, Type, Unary
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Local, Select, Type, Unary
 
 _TORCH_NAMES = {"not": "logical_not", "and": "logical_and", "or": "logical_or", "min": "minimum", "max": "maximum"}
 
@@ -27,7 +27,7 @@ def evaluate(
 
     Args:
         expr: any expression.
-        env: coordinate name -> numbers or tensors that broadcast together; gradients flow to ``score``.
+        env: name of a coordinate or local -> numbers or tensors that broadcast together; gradients flow to ``score``.
         params: parameter name -> tensor; an index outside of it reads 0. Gradients flow to floating ones.
         dtype: type of f32 arithmetic.
 
@@ -65,7 +65,7 @@ class _Evaluator:
         match expr:
             case Const(value):
                 return torch.tensor(value, dtype=self.dtypes[expr.type], device=self.device)
-            case Coord(name):
+            case Coord(name) | Local(name):
                 return self.coordinate(name, expr.type)
             case Load(param, indices):
                 return self.load(param, [self.value(i) for i in indices]).to(self.dtypes[expr.type])
@@ -75,6 +75,8 @@ class _Evaluator:
                 return torch.where(self.value(condition), self.value(x), self.value(y))
             case Binary("floordiv" | "mod" as op, x, y):
                 return _floor_division(op, self.value(x), self.value(y))
+            case Binary("shr", x, y):
+                return torch.bitwise_right_shift(self.value(x), self.value(y).clamp(0, 31))
             case Unary(op, x):
                 return self.call(op, x)
             case Binary(op, x, y) | Compare(op, x, y):

@@ -5,15 +5,18 @@ Grammar (every node is frozen, hashable and typed)::
     Expr    = Const(value, type)             1, 0.5, True
             | Coord(name, type)              b h q k qo_len kv_len score, and q0 q1 k0 k1 in tile bounds
             | Load(param, indices, type)     slopes[h]; an index outside the parameter reads 0
+            | Extent(load, end)              least or greatest value of a load over a tile; made by passes
+            | Local(name, type)              a value that the kernel has computed before; made by passes
             | Unary(op, x)                   neg not abs floor exp exp2 log log2 sqrt rsqrt tanh sigmoid sin cos
-            | Binary(op, x, y)               add sub mul div floordiv mod min max pow and or
+            | Binary(op, x, y)               add sub mul div floordiv mod shr min max pow and or
             | Compare(op, x, y)              lt le gt ge eq ne
             | Select(condition, x, y)        condition ? x : y
             | Cast(x, type)                  i32 f32 bool
     type    = "bool" | "i32" | "f32"
 
-Positions and indices are ``i32``, values ``f32``; ``//`` and ``%`` floor as in Python. The functions at the end build nodes
-with type promotion (bool -> i32 -> f32) and nothing else; algebra lives in passes.
+Positions and indices are ``i32``, values ``f32``; ``//`` and ``%`` floor as in Python. ``>>`` is the
+arithmetic shift of an ``i32``; counts are clamped to 0 .. 31, so that none is undefined. The functions at the end build nodes with
+type promotion (bool -> i32 -> f32) and nothing else; algebra lives in passes.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ COORDS: dict[str, Type] = {
 FLOAT_UNARY = ("floor", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")
 UNARY = ("neg", "not", "abs", *FLOAT_UNARY)
 ARITHMETIC = ("add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "pow")
-BINARY = (*ARITHMETIC, "and", "or")
+BINARY = (*ARITHMETIC, "shr", "and", "or")
 COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
@@ -70,6 +73,8 @@ class Expr:
 
     def rebuild(self, children: tuple[Expr, ...]) -> Expr:
         """The same node over other operands (as many as :meth:`children` gives)."""
+        if not children:
+            return self
         queue = iter(children)
         changes: dict[str, object] = {}
         for field in fields(self):
@@ -142,6 +147,37 @@ class Load(Expr):
     @property
     def type(self) -> Type:
         return self.dtype
+
+
+@dataclass(frozen=True)
+class Extent(Expr):
+    """The least (``lo``) or greatest (``hi``) value that an i32 or bool load takes over the pairs of a tile, as an i32.
+
+    A leaf: the kernel computes it before the loop over tiles and gives it a name. Elements outside the parameter read 0 and
+    count, so an extent bounds whatever the mask itself may see.
+    """
+
+    load: Load
+    end: Literal["lo", "hi"]
+
+    @property
+    def type(self) -> Type:
+        return "i32"
+
+    def children(self) -> tuple[Expr, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Local(Expr):
+    """A value that the kernel has computed before, under a name of the kernel's."""
+
+    name: str
+    local_type: Type
+
+    @property
+    def type(self) -> Type:
+        return self.local_type
 
 
 @dataclass(frozen=True)
@@ -257,9 +293,18 @@ def unary(op: str, x: ExprLike) -> Expr:
 
 
 def binary(op: str, x: ExprLike, y: ExprLike) -> Expr:
-    """Apply one of :data:`BINARY` after promotion. ``div`` and ``pow`` give f32, ``and``/``or`` need and give bool."""
+    """Apply one of :data:`BINARY` after promotion. ``div`` and ``pow`` give f32, ``and``/``or`` need and give bool, ``shr`` i32.
+
+    Raises:
+        SpecError: an unknown operator, or a shift of floats.
+    """
     if op in ("and", "or"):
         return Binary(op, cast(x, "bool"), cast(y, "bool"))
+    if op == "shr":
+        left, right = _promote(x, y, at_least="i32")
+        if left.type != "i32":
+            raise SpecError("floats have no bits to shift", where="expression", why=">> is of i32", fix="use i32(...)")
+        return Binary(op, left, right)
     if op not in ARITHMETIC:
         raise SpecError(f"unknown operator {op!r}", where="expression", fix=f"use one of {', '.join(BINARY)}")
     left, right = _promote(x, y, at_least="f32" if op in ("div", "pow") else "i32")

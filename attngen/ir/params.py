@@ -10,7 +10,7 @@ from attngen.errors import SpecError
 
 DIM_NAMES = ("batch", "num_qo_heads", "num_kv_heads", "max_qo_len", "max_kv_len")
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-PARAM_DTYPES = ("fp32", "bf16", "fp16", "i32", "bool")
+PARAM_DTYPES = ("fp32", "bf16", "fp16", "i32", "u8", "bool")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Param:
     Attributes:
         name: identifier; the key in ``params={name: tensor}``.
         dims: one entry an axis: a size, a name of :data:`DIM_NAMES` (checked against the call), or any other name (free).
-        dtype: ``fp32``, ``bf16``, ``fp16``, ``i32`` or ``bool``; floating ones have gradients.
+        dtype: ``fp32``, ``bf16``, ``fp16``, ``i32``, ``u8`` (loaded as i32) or ``bool``; floating ones have gradients.
     """
 
     name: str
@@ -50,4 +50,4 @@ class Param:
     @property
     def expr_type(self) -> str:
         """Type of a load: ``f32``, ``i32`` or ``bool``."""
-        return {"i32": "i32", "bool": "bool"}.get(self.dtype, "f32")
+        return {"i32": "i32", "u8": "i32", "bool": "bool"}.get(self.dtype, "f32")

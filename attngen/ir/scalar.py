@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from attngen.errors import ArgumentError
-from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Select, Type, Unary
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Type, Unary
 
 Number = bool | int | float
 Loads = Callable[[str, tuple[int, ...]], Number]
 
 
-def evaluate_scalar(expr: Expr, env: Mapping[str, Number], loads: Loads | None = None) -> Number:
+def evaluate_scalar(expr: Expr, env: Mapping[Any, Number], loads: Loads | None = None) -> Number:
     """The value of ``expr`` for one assignment; the same meaning as :func:`attngen.ir.evaluate.evaluate`.
 
     Args:
         expr: any expression.
-        env: coordinate name -> number.
+        env: number of each coordinate and local, by name, and of each extent, by node.
         loads: ``loads(param, indices)`` gives an element; it answers 0 for indices out of range.
 
     Raises:
@@ -27,12 +28,10 @@ def evaluate_scalar(expr: Expr, env: Mapping[str, Number], loads: Loads | None =
     match expr:
         case Const(value):
             return value
-        case Coord(name):
-            if name not in env:
-                raise ArgumentError(
-                    f"{name!r} has no value", where="expression", fix=f"pass it; given are {sorted(env)}"
-                )
-            return env[name]
+        case Coord(name) | Local(name):
+            return _named(name, name, env)
+        case Extent(load, end):
+            return _named(expr, f"the {end} extent of {load.param}", env)
         case Load(param, indices):
             if loads is None:
                 raise ArgumentError(f"parameter {param!r} is missing", where="expression", fix="pass its values")
@@ -46,6 +45,18 @@ def evaluate_scalar(expr: Expr, env: Mapping[str, Number], loads: Loads | None =
         case Binary(op, x, y) | Compare(op, x, y):
             return apply(op, evaluate_scalar(x, env, loads), evaluate_scalar(y, env, loads))
     raise TypeError(f"no meaning for {type(expr).__name__}")
+
+
+def _named(key: object, what: str, env: Mapping[Any, Number]) -> Number:
+    if key not in env:
+        given = sorted(name for name in env if isinstance(name, str))
+        raise ArgumentError(f"{what!r} has no value", where="expression", fix=f"pass it; given are {given}")
+    return env[key]
+
+
+def clamp_count(count: int) -> int:
+    """Number of bits that ``>>`` shifts by."""
+    return min(max(count, 0), 31)
 
 
 def convert(value: Number, to: Type) -> Number:
@@ -110,6 +121,7 @@ _OPERATORS: dict[str, Callable[..., Number]] = {
     "div": operator.truediv,
     "floordiv": lambda x, y: _floor(x / y) if isinstance(x, float) else x // y,
     "mod": operator.mod,
+    "shr": lambda x, y: x >> clamp_count(y),
     "min": lambda x, y: math.nan if math.isnan(x) or math.isnan(y) else min(x, y),
     "max": lambda x, y: math.nan if math.isnan(x) or math.isnan(y) else max(x, y),
     "pow": _power,

@@ -134,6 +134,7 @@ class Symbol:
     __truediv__, __rtruediv__ = _arithmetic("div")
     __floordiv__, __rfloordiv__ = _arithmetic("floordiv")
     __mod__, __rmod__ = _arithmetic("mod")
+    __rshift__, __rrshift__ = _arithmetic("shr")
     __and__ = __rand__ = _logical(and_, "&")
     __or__ = __ror__ = _logical(or_, "|")
     __xor__ = __rxor__ = _logical(_xor, "^")
@@ -342,6 +343,7 @@ def _table() -> dict[str, Callable[..., Symbol]]:
     }
     for op in ("add", "sub", "mul", "floordiv", "mod"):
         table[op], table[f"r{op}"] = _arithmetic(op)
+    table["rshift"], table["rrshift"] = _arithmetic("shr")
     for op in ("lt", "le", "gt", "ge", "eq", "ne"):
         table[op] = _compare(op)
     for op, build, sign in (("and", and_, "&"), ("or", or_, "|"), ("xor", _xor, "^")):
@@ -349,6 +351,7 @@ def _table() -> dict[str, Callable[..., Symbol]]:
     table |= {
         "absolute": table["abs"],
         "bitwise_not": lambda x: ~Symbol(expr_of(x)),
+        "bitwise_right_shift": table["rshift"],
         "clamp": _clamp,
         "clamp_max": lambda x, bound: _clamp(x, max=bound),
         "clamp_min": lambda x, bound: _clamp(x, min=bound),

@@ -45,16 +45,17 @@ _CALLS2 = {"minimum": "min", "maximum": "max"}
 _CASTS: dict[str, Type] = {"i32": "i32", "f32": "f32", "bool": "bool"}
 RESERVED = frozenset({*COORDS, *_CALLS, *_CALLS2, *_CASTS, "where", "inf", "score"})
 
-_COMPARE_LEVEL, _UNARY_LEVEL, _POW_LEVEL, _ATOM = 1, 6, 7, 8
+_COMPARE_LEVEL, _UNARY_LEVEL, _POW_LEVEL, _ATOM = 1, 7, 8, 9
 _INFIX = {
     "or": ("|", 2),
     "and": ("&", 3),
-    "add": ("+", 4),
-    "sub": ("-", 4),
-    "mul": ("*", 5),
-    "div": ("/", 5),
-    "floordiv": ("//", 5),
-    "mod": ("%", 5),
+    "shr": (">>", 4),
+    "add": ("+", 5),
+    "sub": ("-", 5),
+    "mul": ("*", 6),
+    "div": ("/", 6),
+    "floordiv": ("//", 6),
+    "mod": ("%", 6),
     "pow": ("**", _POW_LEVEL),
 }
 _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -124,7 +125,7 @@ def _print(expr: Expr) -> tuple[str, int]:
             text = _at(x, _UNARY_LEVEL)
             return (f"-({text})" if text.startswith("-") else f"-{text}"), _UNARY_LEVEL
         case Binary(op, x, y):
-            if op not in ("and", "or"):
+            if op not in ("and", "or", "shr"):
                 x, y = _without_casts(expr, (x, y), lambda xs: binary(op, *xs))
             return _print_binary(op, x, y)
         case Compare(op, x, y):
@@ -389,6 +390,7 @@ _BINARY_NODES: dict[type[ast.operator], str] = {
     ast.FloorDiv: "floordiv",
     ast.Mod: "mod",
     ast.Pow: "pow",
+    ast.RShift: "shr",
     ast.BitAnd: "and",
     ast.BitOr: "or",
 }

@@ -29,7 +29,7 @@ class Tensor:
     Args:
         dims: one entry an axis: a size, a name that calls check (``batch``, ``num_qo_heads``, ``num_kv_heads``,
             ``max_qo_len``, ``max_kv_len``), or any other name. None: a scalar.
-        dtype: ``fp32``, ``bf16``, ``fp16``, ``i32`` or ``bool``; floating ones have gradients.
+        dtype: ``fp32``, ``bf16``, ``fp16``, ``i32``, ``u8`` or ``bool``; floating ones have gradients.
     """
 
     def __init__(self, *dims: str | int, dtype: str = "fp32") -> None:

@@ -112,7 +112,7 @@ class _Grower:
             "coord",
             "const",
             "load",
-            *(["sum", "sum", "neg", "quotient", "where", "bool", "doc"] if depth >= 0 else []),
+            *(["sum", "sum", "neg", "quotient", "shift", "where", "bool", "doc"] if depth >= 0 else []),
             *(["trunc"] if depth >= 0 and self.trees.truncation else []),
         )
         match rule:
@@ -128,6 +128,8 @@ class _Grower:
                 return unary(self.pick("neg", "abs"), self.i32(depth - 1))
             case "quotient":
                 return binary(self.pick("floordiv", "mod"), self.i32(depth - 1), self.draw(self.trees.constants))
+            case "shift":
+                return binary("shr", self.i32(depth - 1), self.pick(Const(1), Const(3), Const(40), self.i32(depth - 1)))
             case "where":
                 return select(self.boolean(depth - 1), self.i32(depth - 1), self.i32(depth - 1))
             case "bool":

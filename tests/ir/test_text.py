@@ -51,6 +51,7 @@ def test_round_trip(expr):
         "neg(5) - -5 + neg(inf) * -inf + -(-2147483648)",
         "where(q < k, q, q < k) + 1",
         "f32(q) + k",
+        "(q + k >> 2) - (q >> (k >> 1)) * (i32(score) >> 3)",
         "abs(-q) + floor(1e+300) - 1e-07",
     ],
 )

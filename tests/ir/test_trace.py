@@ -347,3 +347,16 @@ def test_a_mod_may_ask_for_the_lengths_of_its_request() -> None:
     traced = trace(last_quarter, ("b", "h", "q", "k"), "bool")
     assert to_text(traced.expr) == "k * 4 >= kv_len * 3"
     assert traced.params == ()
+
+
+def test_shifts_and_captured_bytes():
+    bits = torch.tensor([3, 255], dtype=torch.uint8)
+
+    def mask(b, h, q, k):
+        return torch.bitwise_right_shift(bits[k >> 3], k % 8) % 2 == (1 >> q)
+
+    traced = trace(mask, ("b", "h", "q", "k"), "bool")
+    assert to_text(traced.expr) == "(bits[k >> 3] >> k % 8) % 2 == 1 >> q"
+    assert [(p.name, p.dtype, p.expr_type) for p in traced.params] == [("bits", "u8", "i32")]
+    with pytest.raises(SpecError, match="floats have no bits to shift"):
+        trace(lambda score, b, h, q, k: score >> 1, ("score", "b", "h", "q", "k"), "f32")

@@ -1,0 +1,52 @@
+"""Spelling of expressions in both kernel languages."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.codegen.dialects import CppDialect, TritonDialect
+from attngen.codegen.printer import Printer
+from attngen.errors import SpecError
+from attngen.ir.expr import SCORE, Extent, K, Load, Local, Q, binary
+from attngen.ir.params import Param
+from attngen.ir.text import parse
+
+PARAMS = (Param("bits", ("batch", "n"), "u8"), Param("slope", ()))
+NAMES = {"q": "q_pos", "k": "kv_pos", "b": "b"}
+
+
+def printed(text, dialect):
+    return Printer(dialect, NAMES, {param.name: param for param in PARAMS}).print(parse(text, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("text", "triton", "cpp"),
+    [
+        ("q >> 3", "q_pos >> 3", "q_pos >> 3"),
+        ("q >> 40", "q_pos >> 31", "q_pos >> 31"),
+        ("q + (k >> 3) * 2", "q_pos + (kv_pos >> 3) * 2", "q_pos + (kv_pos >> 3) * 2"),
+        ("(q >> 1) >> k", "shift_right(q_pos >> 1, kv_pos)", "shift_right(q_pos >> 1, kv_pos)"),
+        ("q + k >> 1", "(q_pos + kv_pos) >> 1", "(q_pos + kv_pos) >> 1"),
+        (
+            "bits[b, 0]",
+            "tl.load(param_bits + tl.cast(b, tl.int64) * param_bits_dim1 + 0,"
+            " mask=(0 >= 0) & (0 < param_bits_dim1), other=0).to(tl.int32)",
+            "((0 >= 0) & (0 < param_bits_dim1) ? int32_t(param_bits[int64_t(b) * param_bits_dim1 + 0]) : 0)",
+        ),
+    ],
+)
+def test_shifts_and_bytes(text, triton, cpp):
+    assert printed(text, TritonDialect()) == triton
+    assert printed(text, CppDialect()) == cpp
+
+
+def test_locals_and_extents_are_spelled_by_their_names():
+    extent = Extent(Load("bits", (Q, K), "i32"), "lo")
+    printer = Printer(CppDialect(), {"row_0": "row_term", extent: "bits_lo"}, {})
+    assert printer.print(binary("add", Local("row_0", "f32"), 1.0)) == "row_term + 1.0f"
+    assert printer.print(binary("mul", extent, 2)) == "bits_lo * 2"
+    assert extent.children() == ()
+    with pytest.raises(SpecError, match="'the hi extent of bits' has no value here"):
+        printer.print(Extent(extent.load, "hi"))
+    with pytest.raises(SpecError, match="'score' has no value here"):
+        printer.print(SCORE)
