@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from attngen.errors import SpecError
-from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Type, Unary
-from attngen.ir.params import Param
+from attngen.ir.bounds import Bounds
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Size, Type, Unary
+from attngen.ir.loads import plain_index
+from attngen.ir.params import OR_ONE, Param
 from attngen.ir.scalar import clamp_count
 
 _ATOM, _PRODUCT, _SUM, _LOOSE = 3, 2, 1, 0
@@ -91,6 +93,8 @@ class Printer:
                 return self._named(expr, f"the {end} extent of {load.param}"), _ATOM
             case Load(param, indices):
                 return self._load(self.params[param], indices), _ATOM
+            case Size():
+                return expr.symbol, _ATOM
             case Unary("neg", x):
                 return f"-{self.text(x, _ATOM)}", _SUM
             case Unary("not", x):
@@ -148,8 +152,18 @@ class Printer:
         """Condition that every index lies inside the parameter; ``None`` where that is known."""
         tests = []
         for axis, (index, dim) in enumerate(zip(indices, param.dims, strict=True)):
-            if (index, dim) in ((Coord("h"), "num_qo_heads"), (Coord("b"), "batch")):
+            if _is_inside(plain_index(param, axis, index), dim):
                 continue
             text = self.text(index, _SUM)
             tests.append(f"({text} >= 0) & ({text} < {param.symbol}_dim{axis})")
         return " & ".join(tests) or None
+
+
+def _is_inside(index: Expr, dim: str | int) -> bool:
+    """Whether an index is known to lie within an axis."""
+    if isinstance(dim, str):
+        return (index, dim.removesuffix(OR_ONE)) in ((Coord("h"), "num_qo_heads"), (Coord("b"), "batch"))
+    bounds = Bounds({}, frozenset()).of(index)
+    if bounds.lo is None or bounds.hi is None or bounds.lo.terms or bounds.hi.terms:
+        return False
+    return bounds.lo.const >= 0 and bounds.hi.const < dim

@@ -19,6 +19,7 @@ from attngen.ir.expr import (
     Expr,
     Load,
     Select,
+    Size,
     Unary,
     binary,
     compare,
@@ -71,7 +72,7 @@ class _Derivative:
 
     def derive(self, expr: Expr) -> Expr:
         match expr:
-            case Const() | Coord() | Load() | Compare():
+            case Const() | Coord() | Load() | Size() | Compare():
                 return ZERO
             case Cast(x, _):
                 return self.of(x)

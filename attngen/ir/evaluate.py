@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from attngen.errors import ArgumentError
-from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Local, Select, Type, Unary
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Local, Select, Size, Type, Unary
 
 _TORCH_NAMES = {"not": "logical_not", "and": "logical_and", "or": "logical_or", "min": "minimum", "max": "maximum"}
 
@@ -69,6 +69,8 @@ class _Evaluator:
                 return self.coordinate(name, expr.type)
             case Load(param, indices):
                 return self.load(param, [self.value(i) for i in indices]).to(self.dtypes[expr.type])
+            case Size(param, axis):
+                return torch.tensor(self.tensor(param).shape[axis], device=self.device)
             case Cast(x, to):
                 return self.value(x).to(self.dtypes[to])
             case Select(condition, x, y):
@@ -94,10 +96,13 @@ class _Evaluator:
             )
         return torch.as_tensor(self.env[name], device=self.device).to(self.dtypes[to])
 
-    def load(self, name: str, indices: list[torch.Tensor]) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         if name not in self.params:
             raise ArgumentError(f"parameter {name!r} is missing", where=f"params[{name!r}]", fix="pass the tensor")
-        tensor = self.params[name]
+        return self.params[name]
+
+    def load(self, name: str, indices: list[torch.Tensor]) -> torch.Tensor:
+        tensor = self.tensor(name)
         if tensor.ndim != len(indices):
             why = f"the expression reads it with {len(indices)} indices, it has shape {tuple(tensor.shape)}"
             raise ArgumentError(f"parameter {name!r} has the wrong shape", where=f"params[{name!r}]", why=why)

@@ -5,6 +5,7 @@ Grammar (every node is frozen, hashable and typed)::
     Expr    = Const(value, type)             1, 0.5, True
             | Coord(name, type)              b h q k qo_len kv_len score, and q0 q1 k0 k1 in tile bounds
             | Load(param, indices, type)     slopes[h]; an index outside the parameter reads 0
+            | Size(param, axis)              ancestors.shape[1], an i32
             | Extent(load, end)              least or greatest value of a load over a tile; made by passes
             | Local(name, type)              a value that the kernel has computed before; made by passes
             | Unary(op, x)                   neg not abs floor exp exp2 log log2 sqrt rsqrt tanh sigmoid sin cos
@@ -147,6 +148,23 @@ class Load(Expr):
     @property
     def type(self) -> Type:
         return self.dtype
+
+
+@dataclass(frozen=True)
+class Size(Expr):
+    """Elements of runtime parameter ``param`` along ``axis``."""
+
+    param: str
+    axis: int
+
+    @property
+    def type(self) -> Type:
+        return "i32"
+
+    @property
+    def symbol(self) -> str:
+        """Its name in kernels."""
+        return f"param_{self.param}_dim{self.axis}"
 
 
 @dataclass(frozen=True)
@@ -371,5 +389,5 @@ def coords(expr: Expr) -> frozenset[str]:
 
 
 def params(expr: Expr) -> frozenset[str]:
-    """Names of the runtime parameters that ``expr`` loads."""
-    return frozenset(node.param for node in expr.walk() if isinstance(node, Load))
+    """Names of the runtime parameters that ``expr`` loads or measures."""
+    return frozenset(node.param for node in expr.walk() if isinstance(node, (Load, Size)))

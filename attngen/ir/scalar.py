@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attngen.errors import ArgumentError
-from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Type, Unary
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Size, Type, Unary
 
 Number = bool | int | float
 Loads = Callable[[str, tuple[int, ...]], Number]
@@ -19,7 +19,7 @@ def evaluate_scalar(expr: Expr, env: Mapping[Any, Number], loads: Loads | None =
 
     Args:
         expr: any expression.
-        env: number of each coordinate and local, by name, and of each extent, by node.
+        env: number of each coordinate and local, by name, and of each extent and size, by node.
         loads: ``loads(param, indices)`` gives an element; it answers 0 for indices out of range.
 
     Raises:
@@ -32,6 +32,8 @@ def evaluate_scalar(expr: Expr, env: Mapping[Any, Number], loads: Loads | None =
             return _named(name, name, env)
         case Extent(load, end):
             return _named(expr, f"the {end} extent of {load.param}", env)
+        case Size(param, axis):
+            return _named(expr, f"size {axis} of {param}", env)
         case Load(param, indices):
             if loads is None:
                 raise ArgumentError(f"parameter {param!r} is missing", where="expression", fix="pass its values")

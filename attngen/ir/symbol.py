@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from attngen.errors import SpecError
-from attngen.ir.expr import Const, Expr, Load, Type, and_, binary, cast, compare, lift, not_, or_, select, unary
+from attngen.ir.expr import Const, Expr, Type, and_, binary, cast, compare, lift, not_, or_, select, unary
+from attngen.ir.loads import element, size_of
 from attngen.ir.params import Param
 
 _PACKAGE = str(Path(__file__).resolve().parent)
@@ -222,6 +223,12 @@ class ParamSymbol(Symbol):
             f"index it down to an element: {param.name}[{', '.join('...' for _ in param.dims)}]",
         )
 
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Sizes of the dimensions that are not indexed yet: numbers, or symbols where only a call decides."""
+        sizes = (size_of(self._param, axis) for axis in range(len(self._indices), len(self._param.dims)))
+        return tuple(size.value if isinstance(size, Const) else Symbol(size) for size in sizes)
+
     def __getitem__(self, index: Any) -> Symbol:
         parts = index if isinstance(index, tuple) else (index,)
         indices = (*self._indices, *(self._index(part, len(self._indices) + n) for n, part in enumerate(parts)))
@@ -267,7 +274,7 @@ def load(param: Param, indices: tuple[Expr, ...] = ()) -> Symbol:
         SpecError: too many indices.
     """
     if len(indices) == len(param.dims):
-        return Symbol(Load(param.name, indices, param.expr_type))  # type: ignore[arg-type]
+        return Symbol(element(param, *indices))
     partial = ParamSymbol(param, indices)
     return partial if len(indices) < len(param.dims) else Symbol(partial.expr)
 

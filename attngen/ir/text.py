@@ -25,6 +25,7 @@ from attngen.ir.expr import (
     Expr,
     Load,
     Select,
+    Size,
     Type,
     Unary,
     binary,
@@ -33,11 +34,12 @@ from attngen.ir.expr import (
     select,
     unary,
 )
+from attngen.ir.limits import MAX_DEPTH, MAX_NODES, MAX_TEXT, check_size, too_large
+from attngen.ir.loads import element, size_of
 from attngen.ir.params import Param
 
 MASK_NAMES = ("b", "h", "q", "k", "qo_len", "kv_len")
 SCORE_NAMES = ("score", *MASK_NAMES)
-MAX_TEXT, MAX_DEPTH, MAX_NODES = 20_000, 150, 8_000  # Python's own parser gives up at about 170 levels
 I32_MIN, I32_MAX = -(2**31), 2**31 - 1
 
 _CALLS: dict[str, str] = {**{op: op for op in FLOAT_UNARY}, "abs": "abs", "neg": "neg"}
@@ -70,40 +72,8 @@ def to_text(expr: Expr) -> str:
     check_size(expr)
     text = _print(expr)[0]
     if len(text) > MAX_TEXT:
-        raise _too_large(f"{len(text)} characters of text, limit {MAX_TEXT}")
+        raise too_large(f"{len(text)} characters of text, limit {MAX_TEXT}")
     return text
-
-
-def check_size(expr: Expr) -> None:
-    """Refuse expressions whose text would exceed the limits of :func:`parse`; shared operands count once a use.
-
-    Raises:
-        SpecError: too many nodes or too deep.
-    """
-    seen: dict[int, tuple[int, int]] = {}
-    stack = [expr]
-    while stack:
-        node = stack[-1]
-        children = node.children()
-        waiting = [c for c in children if id(c) not in seen]
-        if waiting and id(node) not in seen:
-            stack.extend(waiting)
-            continue
-        stack.pop()
-        sizes = [seen[id(c)] for c in children]
-        seen[id(node)] = 1 + sum(s[0] for s in sizes), 1 + max((s[1] for s in sizes), default=0)
-    nodes, depth = seen[id(expr)]
-    if nodes > MAX_NODES or depth > MAX_DEPTH:
-        raise _too_large(f"{nodes} nodes nested {depth} deep, limits {MAX_NODES} and {MAX_DEPTH}")
-
-
-def _too_large(why: str) -> SpecError:
-    return SpecError(
-        "the expression is too large",
-        where="expression",
-        why=why,
-        fix="move data into a parameter (a table that the expression indexes) instead of unrolling it",
-    )
 
 
 def _print(expr: Expr) -> tuple[str, int]:
@@ -116,6 +86,8 @@ def _print(expr: Expr) -> tuple[str, int]:
             return name, _ATOM
         case Load(param, indices):
             return (f"{param}[{', '.join(_at(i, 0) for i in indices)}]" if indices else param), _ATOM
+        case Size(param, axis):
+            return f"{param}.shape[{axis}]", _ATOM
         case Unary("not", x):
             return f"~{_at(x, _UNARY_LEVEL)}", _UNARY_LEVEL
         case Unary(op, x):
@@ -220,7 +192,7 @@ class _Reader:
 
     def read(self) -> Expr:
         if len(self.text) > MAX_TEXT:
-            raise _too_large(f"{len(self.text)} characters of text, limit {MAX_TEXT}")
+            raise too_large(f"{len(self.text)} characters of text, limit {MAX_TEXT}")
         for column, char in enumerate(self.text):
             if not " " <= char <= "~":
                 raise self.fail(
@@ -250,6 +222,8 @@ class _Reader:
                 return self.constant(node, value)
             case ast.Name(id):
                 return self.name(node, id)
+            case ast.Subscript(ast.Attribute(ast.Name(id), "shape"), ast.Constant(int(axis))) if type(axis) is int:
+                return self.size(node, id, axis)
             case ast.Subscript(ast.Name(id), index):
                 return self.load(node, id, index, depth)
             case ast.UnaryOp(op, operand):
@@ -301,10 +275,21 @@ class _Reader:
             node.col_offset, f"unknown name {name!r}", f"this expression may use {known}", "declare it as a parameter"
         )
 
-    def load(self, node: ast.expr, name: str, index: ast.expr, depth: int) -> Expr:
+    def declared(self, node: ast.expr, name: str) -> Param:
         if name not in self.params:
             why = f"declared are: {', '.join(self.params) or 'none'}"
             raise self.fail(node.col_offset, f"unknown parameter {name!r}", why, "declare it")
+        return self.params[name]
+
+    def size(self, node: ast.expr, name: str, axis: int) -> Expr:
+        param = self.declared(node, name)
+        if axis >= len(param.dims):
+            why = f"it has {len(param.dims)} dimensions {param.dims}"
+            raise self.fail(node.col_offset, f"{name!r} has no dimension {axis}", why, "count from 0")
+        return size_of(param, axis)
+
+    def load(self, node: ast.expr, name: str, index: ast.expr, depth: int) -> Expr:
+        self.declared(node, name)
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
         indices = tuple(self.expr(part, depth + 1) for part in parts)
         for part, value in zip(parts, indices, strict=True):
@@ -322,7 +307,7 @@ class _Reader:
         if len(indices) != len(param.dims):
             why = f"it has {len(param.dims)} dimensions {param.dims}, and {len(indices)} indices were given"
             raise self.fail(node.col_offset, f"{name!r} is indexed wrongly", why, "give one index a dimension")
-        return Load(name, indices, param.expr_type)  # type: ignore[arg-type]
+        return element(param, *indices)
 
     def unary(self, node: ast.expr, op: ast.unaryop, operand: ast.expr, depth: int) -> Expr:
         match op, operand:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from attngen.errors import SpecError
 from attngen.ir.capture import Captured
 from attngen.ir.expr import Coord, Expr, cast, params
+from attngen.ir.limits import check_size
 from attngen.ir.params import Param
 from attngen.ir.symbol import Symbol, expr_of, load
-from attngen.ir.text import check_param_name, check_size
+from attngen.ir.text import check_param_name
 
 __all__ = ["Symbol", "Tensor", "Traced", "trace"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -31,6 +31,14 @@ class MaskMod(SpecModel):
         """Tensors captured at declaration, by parameter name. They live in this Python object only."""
         return {}
 
+    def sample(self, dims: Mapping[str, int]) -> dict[str, Any]:
+        """Small sensible values of the parameters as nested lists, by name: for pictures and tests.
+
+        Args:
+            dims: sizes by the names of :data:`attngen.ir.params.DIM_NAMES`.
+        """
+        return {}
+
     def __and__(self, other: Mask) -> And:
         return And(operands=(cast("Mask", self), other))
 
@@ -50,6 +58,9 @@ class _Combination(MaskMod):
 
     def defaults(self) -> dict[str, Any]:
         return {name: tensor for mask in self._operands() for name, tensor in mask.defaults().items()}
+
+    def sample(self, dims: Mapping[str, int]) -> dict[str, Any]:
+        return {name: values for mask in self._operands() for name, values in mask.sample(dims).items()}
 
     def _fold(self, combine: Callable[[Expr, Expr], Expr]) -> Expr:
         return reduce(combine, (mask.expr() for mask in self._operands()))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from attngen.backends.base import Batch, Inputs
 from attngen.errors import ArgumentError
+from attngen.ir.params import OR_ONE, is_broadcast
 from attngen.ops.checks import check_index, check_indptr, check_lengths, check_strides, check_tensor
 from attngen.settings import Settings
 from attngen.spec.kv import Paged
@@ -269,15 +271,23 @@ def _check_params(
         "num_qo_heads": variant.num_qo_heads,
         "num_kv_heads": variant.num_kv_heads,
         "max_qo_len": batch.qo_len or None,
-        "max_kv_len": batch.kv_len or None,
+        "max_kv_len": batch.kv_len if variant.kv_layout == "padded" else None,
     }
     checked = {}
     for param in variant.params:
-        shape = [dim if isinstance(dim, int) else sizes.get(dim) for dim in param.dims]
         axes = f"[{', '.join(str(dim) for dim in param.dims)}]"
         tensor = given.get(param.name)
+        ones = (n == 1 for n in tensor.shape) if isinstance(tensor, torch.Tensor) else ()
+        shape = [_expected(dim, one, sizes) for dim, one in zip_longest(param.dims, ones, fillvalue=False)]
         where = f"params[{param.name!r}]"
         checked[param.name] = check_tensor(
             where, tensor, dtype=param.dtype, shape=shape, axes=axes, device=device
         ).contiguous()
     return checked
+
+
+def _expected(dim: str | int, is_one: bool, sizes: Mapping[str, int | None]) -> int | None:
+    """The size that a parameter must have along an axis; None where any will do."""
+    if isinstance(dim, int):
+        return dim
+    return 1 if is_one and is_broadcast(dim) else sizes.get(dim.removesuffix(OR_ONE))

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from attngen.errors import SpecError
 from attngen.ir.expr import TRUE, Binary, Cast, Const, K, Q, Unary, and_, binary, cast, compare, or_, select, unary
+from attngen.ir.limits import MAX_DEPTH
 from attngen.ir.params import Param
-from attngen.ir.text import MAX_DEPTH, parse, to_text
+from attngen.ir.text import parse, to_text
 from tests.ir.expressions import ANYTHING, PARAMS, stable
 
 
