@@ -8,7 +8,7 @@ from typing import Literal
 from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.expr import SCORE, Expr, Load
 from attngen.ir.params import Param
-from attngen.spec import AttentionSpec
+from attngen.spec import AttentionSpec, QKNorm, Rope, Softmax
 
 OpName = Literal["prefill", "decode", "backward"]
 OPS: tuple[OpName, ...] = ("prefill", "decode", "backward")
@@ -28,9 +28,15 @@ class Variant:
         dtype, kv_dtype, out_dtype: storage of q, of k and v, of out.
         mask: bool expression over ``b h q k qo_len kv_len``.
         score: f32 expression of the logit over ``score`` (the scaled dot product) and the same coordinates.
-        params: run-time tensors of both expressions.
-        normalizer: ``softmax``.
+            With an element-wise normalizer it is the weight itself: the normalizer is then one more function of the logit.
+        params: run-time tensors that kernels read element by element: of the expressions, rotation tables, norm weights.
+        normalizer: ``softmax``, or ``elementwise``, whose weights are the score and are only added up.
         sm_scale: factor on the dot product.
+        sink: f32 expression over ``h`` of one more logit in the sum of a softmax: a constant or a load; ``None`` without one.
+        gate: name of the tensor that gates out; ``None`` without one.
+        dropout: probability that a weight becomes 0.
+        rope: rotation of queries and keys, its ``dim`` known; ``None`` without one.
+        qk_norm: norm of queries and keys; ``None`` without one.
     """
 
     num_qo_heads: int
@@ -46,8 +52,13 @@ class Variant:
     mask: Expr
     score: Expr
     params: tuple[Param, ...]
-    normalizer: str
+    normalizer: Literal["softmax", "elementwise"]
     sm_scale: float
+    sink: Expr | None = None
+    gate: str | None = None
+    dropout: float = 0.0
+    rope: Rope | None = None
+    qk_norm: QKNorm | None = None
 
     @property
     def group_size(self) -> int:
@@ -65,10 +76,33 @@ class Variant:
         return tuple(dict.fromkeys(node for node in self.score.walk() if isinstance(node, Load)))
 
     @property
+    def is_softmax(self) -> bool:
+        """Whether weights share a sum, so that rows have an lse."""
+        return self.normalizer == "softmax"
+
+    @property
     def gradient_params(self) -> tuple[Param, ...]:
-        """Floating parameters of the score: those that have gradients."""
+        """Floating parameters of the score: those whose gradients are summed over pairs."""
         loaded = {load.param for load in self.score_loads}
         return tuple(p for p in self.params if p.name in loaded and p.expr_type == "f32")
+
+    @property
+    def sink_param(self) -> Param | None:
+        """The sinks' parameter."""
+        return next((p for p in self.params if isinstance(self.sink, Load) and p.name == self.sink.param), None)
+
+    @property
+    def norm_weights(self) -> tuple[str | None, str | None]:
+        """Names of the norm weights of queries and of keys."""
+        return (None, None) if self.qk_norm is None else (self.qk_norm.q_weight, self.qk_norm.k_weight)
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of all run-time tensors that have gradients."""
+        sink = () if self.sink_param is None else (self.sink_param.name,)
+        norm = tuple(name for name in self.norm_weights if name)
+        gate = () if self.gate is None else (self.gate,)
+        return tuple(dict.fromkeys((*(p.name for p in self.gradient_params), *sink, *norm, *gate)))
 
 
 def normalize(spec: AttentionSpec, op: OpName) -> Variant:
@@ -95,9 +129,18 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
             why="mixed element types are not supported",
             fix=f"declare kv dtype {spec.dtype} or leave it out",
         )
+    if spec.dropout and op == "decode":
+        raise UnsupportedError(
+            "decode has no dropout",
+            where="spec.dropout",
+            why="it serves inference",
+            fix="decode with a spec whose dropout is 0",
+        )
     score: Expr = SCORE
     for mod in spec.score_mods:
         score = mod.expr(score, heads.num_qo_heads)
+    softmax = spec.normalizer if isinstance(spec.normalizer, Softmax) else None
+    rope = None if spec.rope is None else spec.rope.model_copy(update={"dim": spec.rope.dim or heads.head_dim_qk})
     return Variant(
         num_qo_heads=heads.num_qo_heads,
         num_kv_heads=heads.num_kv_heads,
@@ -110,22 +153,33 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         kv_dtype=kv_dtype,
         out_dtype=spec.out_dtype or spec.dtype,
         mask=spec.mask.expr(),
-        score=score,
-        params=_merged_params(spec),
-        normalizer=spec.normalizer.kind,
+        score=score if isinstance(spec.normalizer, Softmax) else spec.normalizer.weight(score),
+        params=_merged_params(spec, rope),
+        normalizer="elementwise" if softmax is None else "softmax",
         sm_scale=heads.head_dim_qk**-0.5 if spec.sm_scale is None else spec.sm_scale,
+        sink=None if softmax is None else softmax.sink_logit(),
+        gate=spec.output_gate,
+        dropout=spec.dropout,
+        rope=rope,
+        qk_norm=spec.qk_norm,
     )
 
 
-def _merged_params(spec: AttentionSpec) -> tuple[Param, ...]:
+def _merged_params(spec: AttentionSpec, rope: Rope | None) -> tuple[Param, ...]:
     merged: dict[str, Param] = {}
-    for source in (spec.mask, *spec.score_mods):
-        for param in source.params():
-            if merged.setdefault(param.name, param) != param:
+    sources = [source.params() for source in (spec.mask, *spec.score_mods, spec.normalizer)]
+    if rope is not None:
+        sources.append(rope.params())
+    if spec.qk_norm is not None:
+        sources.append(spec.qk_norm.params(spec.heads.head_dim_qk))
+    for params in sources:
+        for param in params:
+            if merged.setdefault(param.name, param) != param or param.name == spec.output_gate:
+                other = merged[param.name] if merged[param.name] != param else "the output gate"
                 raise SpecError(
                     f"parameter {param.name!r} is declared twice, differently",
-                    where="spec.mask / spec.score_mods",
-                    why=f"{merged[param.name].dims} {merged[param.name].dtype} and {param.dims} {param.dtype}",
+                    where="spec",
+                    why=f"{other} and {param}",
                     fix="rename one of them",
                 )
     return tuple(merged.values())

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from attngen.schedule.backward import plan_backward
 from attngen.schedule.forward import plan_decode, plan_prefill
 from attngen.schedule.plan import Arg, KernelPlan, OpPlan, Tiles
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
-_SCHEDULES = {"prefill": plan_prefill, "decode": plan_decode, "backward": plan_backward}
 
+def choose_schedule(
+    variant: Variant, op: OpName, target: Target, backend: str, *, deterministic: bool = False
+) -> OpPlan:
+    """The kernels that ``op`` runs on ``target``, in launch order; none for a backend without templates.
 
-def choose_schedule(variant: Variant, op: OpName, target: Target, backend: str) -> OpPlan:
-    """The kernels that ``op`` runs on ``target``, in launch order; none for a backend without templates."""
-    kernels = () if backend == "reference" else _SCHEDULES[op](variant, target, backend)
+    Args:
+        deterministic: backward sums parameter gradients in a way that does not depend on the order.
+    """
+    plan = {
+        "prefill": plan_prefill,
+        "decode": plan_decode,
+        "backward": partial(plan_backward, deterministic=deterministic),
+    }[op]
+    kernels = () if backend == "reference" else plan(variant, target, backend)
     return OpPlan(op=op, backend=backend, target=target, variant=variant, kernels=kernels)
 
 

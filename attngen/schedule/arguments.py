@@ -5,6 +5,15 @@
                           (page, for a paged k or v; 0 for ragged), token and head
 ``lse delta dlse``        fp32, contiguous ``[tokens, num_qo_heads]``; Triton keeps its delta ``[num_qo_heads, tokens]``
 ``partial_out``           fp32 ``[num_splits, tokens, num_qo_heads, head_dim_vo]``; ``partial_lse`` likewise without the last dim
+                          (element-wise: 0 marks a part that has been written, -inf one that saw no key)
+``max_logit``             fp32 ``[tokens, num_qo_heads]``, largest logit of a row, -inf without keys; written where ``has_max_logit``
+                          is 1; ``partial_max`` likewise ``[num_splits, tokens, num_qo_heads]``
+``has_sink``              whether the sink counts in out (0: partial results, that are merged later)
+``gate dgate``            like ``out``: out is multiplied by sigmoid(gate)
+``gated_dout``            ``dout * sigmoid(gate)``, written by ``delta``, then the ``dout`` of the other backward kernels
+``total_lse``             like ``lse``, with the sink's term in it: written by ``delta``, then the ``lse`` of the other backward kernels
+``dsink``                 fp32 ``[num_qo_heads, tokens]``: each row's share of the gradient of its head's sink
+``seed offset``           i64 ``[1]``: the random stream of dropout
 ``batch qo_len kv_len``   requests; padded lengths (``kv_len`` of a paged cache: keys its page table can hold)
 ``num_keys``              rows of ragged k and v
 ``num_tokens``            rows of lse: ``batch * qo_len`` or nnz
@@ -18,11 +27,22 @@
 ``k_tiles v_tiles``       tensor maps of k and v, ``[request, head, token, dim]`` (one request where ragged)
 ``has_dlse``              whether ``dlse`` is read
 ``param_<name>``          each run-time parameter, then ``param_<name>_dim<i>`` (i32) for each axis; ``d_param_<name>`` its gradient
+``partial_dq_norm``       fp32 ``[programs, head_dim_qk]``, zeroed: each program's share of the gradient of the query norm's weight;
+                          ``partial_dk_norm`` of the keys'
+``tile_list``             i32 ``[lists, list_capacity]``: indices of the tiles of the other side that a tile meets, those that need the
+                          mask from the front, those visible as a whole from the back; ``tile_counts`` i32 ``[lists, 2]``, how many
+                          of each. The list of tile ``t`` (numbered over all requests) of head ``h`` is ``t * list_heads + h``, where
+                          ``list_heads`` is 1 if the mask is the same for all heads
+``pass_idx``              0: find ``top_param_<name>``, fp32 ``[1]``, the largest contribution to a gradient; 1: sum contributions times
+                          ``scale_param_<name>``, fp32 ``[1]``, a power of two, as integers in ``sum_param_<name>``, i64
 ========================  =================================================================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from attngen.ir.params import Param
 from attngen.schedule.plan import Arg
 from attngen.variant import Variant
 
@@ -58,13 +78,28 @@ def sequences(variant: Variant) -> tuple[Arg, ...]:
     return (Arg("batch", "i32"), *q_side, *kv_side, *offsets)
 
 
-def parameters(variant: Variant) -> tuple[Arg, ...]:
-    """The run-time parameters of mask and score mods."""
+def parameters(variant: Variant, only: Collection[Param] | None = None) -> tuple[Arg, ...]:
+    """The run-time parameters, or those of them in ``only``."""
     args: list[Arg] = []
-    for param in variant.params:
+    for param in variant.params if only is None else only:
         args.append(Arg(param.symbol, f"*{param.dtype}"))
         args.extend(Arg(f"{param.symbol}_dim{axis}", "i32") for axis in range(len(param.dims)))
     return tuple(args)
+
+
+def random_stream(variant: Variant) -> tuple[Arg, ...]:
+    """Seed and offset of dropout."""
+    return (Arg("seed", "*i64"), Arg("offset", "*i64")) if variant.dropout else ()
+
+
+def sink(variant: Variant) -> tuple[Arg, ...]:
+    """Whether the sink counts."""
+    return () if variant.sink is None else (Arg("has_sink", "i32"),)
+
+
+def tile_lists(*, lists: bool) -> tuple[Arg, ...]:
+    """The tiles that a tile meets, where only the data of the mask tell."""
+    return (Arg("tile_list", "*i32"), Arg("tile_counts", "*i32"), Arg("list_capacity", "i32")) if lists else ()
 
 
 def tensor_maps(variant: Variant) -> tuple[Arg, ...]:
@@ -75,3 +110,9 @@ def tensor_maps(variant: Variant) -> tuple[Arg, ...]:
 def param_gradients(variant: Variant) -> tuple[Arg, ...]:
     """fp32 accumulators ``d_param_<name>`` of the floating parameters that the score loads."""
     return tuple(Arg(f"d_{param.symbol}", "*fp32") for param in variant.gradient_params)
+
+
+def exact_param_gradients(variant: Variant) -> tuple[Arg, ...]:
+    """Accumulators of the same gradients whose order of summation does not matter."""
+    kinds = (("top", "*fp32"), ("scale", "*fp32"), ("sum", "*i64"))
+    return tuple(Arg(f"{kind}_{param.symbol}", type) for param in variant.gradient_params for kind, type in kinds)

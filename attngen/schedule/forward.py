@@ -6,16 +6,18 @@ al., arXiv 2205.14135). For few queries the keys are divided among programs and 
 
 from __future__ import annotations
 
-from attngen.schedule.arguments import parameters, sequences, tensor
+from attngen.schedule.arguments import parameters, random_stream, sequences, sink, tensor, tile_lists
+from attngen.schedule.lists import plan_lists
 from attngen.schedule.plan import Arg, KernelPlan
-from attngen.schedule.planner import plan_kernel
+from attngen.schedule.planner import has_lists, plan_kernel
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
 
 def plan_prefill(variant: Variant, target: Target, backend: str) -> tuple[KernelPlan, ...]:
-    """One kernel: a query tile of one head walks the keys it can see."""
-    return (_forward(variant, "prefill", target, backend, split=False),)
+    """A query tile of one head walks the keys it can see; where data decide which, lists of tiles are made first."""
+    forward = _forward(variant, "prefill", target, backend, split=False)
+    return (*plan_lists(forward, "key_lists"), forward)
 
 
 def plan_decode(variant: Variant, target: Target, backend: str) -> tuple[KernelPlan, ...]:
@@ -29,18 +31,33 @@ def plan_decode(variant: Variant, target: Target, backend: str) -> tuple[KernelP
         args=(
             Arg("partial_out", "*fp32"),
             Arg("partial_lse", "*fp32"),
-            *tensor("out", variant.out_dtype),
-            Arg("lse", "*fp32"),
+            *((Arg("partial_max", "*fp32"),) if variant.is_softmax else ()),
+            *_outputs(variant),
             Arg("qo_len", "i32"),
             Arg("num_tokens", "i32"),
             Arg("num_splits", "i32"),
+            *parameters(variant, only=() if variant.sink_param is None else (variant.sink_param,)),
         ),
     )
     return (_forward(variant, "decode", target, backend, split=True), merge)
 
 
+def _outputs(variant: Variant) -> tuple[Arg, ...]:
+    """What forward and merge write, and what they multiply it by."""
+    rows = (Arg("lse", "*fp32"), Arg("max_logit", "*fp32"), Arg("has_max_logit", "i32"))
+    return (
+        *tensor("out", variant.out_dtype),
+        *(rows if variant.is_softmax else ()),
+        *sink(variant),
+        *(tensor("gate", variant.dtype) if variant.gate else ()),
+    )
+
+
 def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, split: bool) -> KernelPlan:
-    partials = (Arg("partial_out", "*fp32"), Arg("partial_lse", "*fp32"), Arg("num_splits", "i32")) if split else ()
+    partials: tuple[Arg, ...] = ()
+    if split:
+        partials = (Arg("partial_out", "*fp32"), Arg("partial_lse", "*fp32"), Arg("num_splits", "i32"))
+        partials += (Arg("partial_max", "*fp32"),) if variant.is_softmax else ()
     return plan_kernel(
         variant,
         op,
@@ -53,12 +70,13 @@ def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, spli
             *tensor("q", variant.dtype),
             *tensor("k", variant.kv_dtype),
             *tensor("v", variant.kv_dtype),
-            *tensor("out", variant.out_dtype),
-            Arg("lse", "*fp32"),
+            *_outputs(variant),
             *partials,
             *sequences(variant),
             Arg("num_tokens", "i32"),
             Arg("num_tiles", "i32"),
+            *tile_lists(lists=has_lists(variant) and not split),
+            *random_stream(variant),
             *parameters(variant),
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attngen.ir.intervals import Span, TileClass
 from attngen.target import Target
@@ -56,7 +57,8 @@ class KernelPlan:
     """Everything a template may ask.
 
     Attributes:
-        schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``; also the template's file name.
+        schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``dparams``, ``key_lists``, ``query_lists``; also
+            the template's file name.
         entry: kernel name, made from the variant.
         op: the op it serves.
         variant, target, backend: what, for which device, by which toolchain.
@@ -69,6 +71,9 @@ class KernelPlan:
         keys: keys that a query tile ``[q0, q1]`` can see.
         queries: queries that see a key tile ``[k0, k1]``.
         tile: none/some/all of one tile.
+        lists: which tiles to visit is read from lists that another kernel has made, because only the mask's data tell.
+        list_heads: lists a tile: 1 if the mask is the same for all heads, else one a query head.
+        gradients: how parameter gradients are summed: ``added`` by fp32 additions in any order, ``exact`` as integers; empty: not here.
     """
 
     schedule: str
@@ -88,6 +93,9 @@ class KernelPlan:
     keys: Span
     queries: Span
     tile: TileClass
+    lists: bool = False
+    list_heads: int = 1
+    gradients: Literal["", "added", "exact"] = ""
 
 
 @dataclass(frozen=True)
@@ -103,3 +111,8 @@ class OpPlan:
     def kernel(self, schedule: str) -> KernelPlan:
         """The kernel that runs ``schedule``."""
         return next(k for k in self.kernels if k.schedule == schedule)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether every result is bitwise repeatable."""
+        return not any(kernel.gradients == "added" for kernel in self.kernels)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
-from attngen.ir.expr import Expr
-from attngen.ir.intervals import Span, TileClass, classify, key_span, query_span
+from attngen.ir.expr import TRUE, FALSE, Expr, coords
+from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
-from attngen.schedule.plan import Arg, KernelPlan
+from attngen.schedule.plan import Arg, KernelPlan, Tiles
 from attngen.schedule.tables import choose_tiles, padded
 from attngen.target import Target
 from attngen.variant import OpName, Variant
@@ -29,17 +30,27 @@ def plan_kernel(
     args: tuple[Arg, ...],
     packed: bool = False,
     split: bool = False,
+    tiles: Tiles | None = None,
+    gradients: Literal["", "added", "exact"] = "",
 ) -> KernelPlan:
     """A kernel's plan.
 
     Args:
         packed: query heads of a group share a tile, so bounds may not depend on the head.
         split: keys are divided among programs.
+        tiles: tile sizes; the table's choice when omitted.
+        gradients: how it sums parameter gradients.
     """
-    uniform = _UNIFORM if packed or schedule == "dkdv" else _UNIFORM | {"h"}
-    keys, queries, tile = _visibility(variant.mask, uniform)
-    mappable = schedule == "forward" and not split and variant.kv_layout != "paged" and keys.has_full
-    tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
+    lists = has_lists(variant) and not split and schedule not in ("merge", "delta")
+    per_head = not packed and (schedule != "dkdv" or lists)
+    keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM)
+    if split and has_lists(variant):
+        tile = TileClass(TRUE, FALSE)  # what its data would tell is not asked
+    if tiles is None:
+        transformed = variant.rope is not None or variant.qk_norm is not None
+        plain = not (transformed or lists or variant.dropout)
+        mappable = schedule == "forward" and plain and not split and variant.kv_layout != "paged" and keys.has_full
+        tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
     return KernelPlan(
         schedule=schedule,
         entry=entry_name(variant, op, schedule),
@@ -58,7 +69,15 @@ def plan_kernel(
         keys=keys,
         queries=queries,
         tile=tile,
+        lists=lists,
+        list_heads=variant.num_qo_heads if "h" in coords(variant.mask) else 1,
+        gradients=gradients,
     )
+
+
+def has_lists(variant: Variant) -> bool:
+    """Whether tiles of the mask are told apart by data that is read by position."""
+    return bool(data_loads(variant.mask))
 
 
 @lru_cache(maxsize=256)

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import tomli_w
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from attngen.dtypes import DTypeName
+from attngen.ir.params import Param
 from attngen.masks import Full, Mask
 from attngen.model import SpecModel
 from attngen.score_mods import AnyScoreMod
 from attngen.spec.heads import Heads
 from attngen.spec.kv import KV, Contiguous
 from attngen.spec.normalizer import Normalizer, Softmax
+from attngen.spec.transforms import QKNorm, Rope
 
 
 class AttentionSpec(SpecModel):
     """What the user wrote. Logit = ``sm_scale * (q . k)``, then ``score_mods`` in order, then ``mask``, then ``normalizer``.
+
+    Before the product come ``qk_norm`` and ``rope``, after the normalizer ``dropout``, the values, and ``output_gate``.
 
     Attributes:
         name: shown in manifests and logs, never in generated source.
         heads: :class:`MHA`, :class:`MQA` or :class:`GQA`.
         mask: which keys a query sees; combine with ``& | ~``.
         score_mods: changes of the logit, applied in order.
-        normalizer: :class:`Softmax`.
+        normalizer: :class:`Softmax`, :class:`Sigmoid`, :class:`ReLU` or :class:`SiLU`.
         sm_scale: factor on the dot product; ``head_dim_qk ** -0.5`` when omitted.
         dtype: element type of q and out.
         kv: storage of keys and values.
         out_dtype: element type of out when it differs from ``dtype``.
-
-    ``rope, qk_norm, dropout, output_gate`` are reserved: only their neutral values are accepted.
+        rope: rotation of queries and keys by their positions, inside the kernels.
+        qk_norm: norm of queries and keys over the head dim, before the rotation.
+        dropout: probability with which a weight becomes 0 in prefill and training, the others growing by ``1 / (1 - dropout)``.
+        output_gate: name of a run-time tensor in the shape of out and the spec's dtype: ``out * sigmoid(gate)`` (Qwen3-Next). It
+            has a gradient.
 
     Raises:
         SpecError: a field is unknown, ill-typed or out of range; the message names its path.
@@ -45,17 +52,18 @@ class AttentionSpec(SpecModel):
     dtype: DTypeName = "bf16"
     kv: KV = Contiguous()
     out_dtype: DTypeName | None = None
-    rope: None = None
-    qk_norm: None = None
-    dropout: float = 0.0
-    output_gate: None = None
+    rope: Rope | None = None
+    qk_norm: QKNorm | None = None
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    output_gate: str | None = None
 
-    @field_validator("dropout")
-    @classmethod
-    def _no_dropout(cls, value: float) -> float:
-        if value != 0.0:
-            raise ValueError("dropout on the weights is not supported; only 0.0 is accepted")
-        return value
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.rope is not None and (self.rope.dim or 0) > self.heads.head_dim_qk:
+            raise ValueError(f"rope.dim={self.rope.dim} exceeds head_dim_qk={self.heads.head_dim_qk}")
+        if self.output_gate is not None:
+            Param(self.output_gate, ())
+        return self
 
     def to_toml(self) -> str:
         """The spec as TOML text that :func:`attngen.load_spec` reads back to an equal spec."""
