@@ -88,13 +88,21 @@ def _check_name(op: str) -> None:
         raise UnsupportedError(f"no op {op!r}", where="ops", why="it does not exist", fix=f"use {', '.join(OPS)}")
 
 
-def plan_op(spec: AttentionSpec, op: OpName, target: Target, backend: str) -> OpPlan:
+def plan_op(spec: AttentionSpec, op: OpName, target: Target, backend: str, *, deterministic: bool = False) -> OpPlan:
     """Normalize and schedule one op, checking that the backend can run it."""
     variant = normalize(spec, op)
     toolchain = get_backend(backend)
     if toolchain is not None:
         toolchain.check(variant, op, target)
-    return choose_schedule(variant, op, target, backend)
+        if deterministic and "exact" not in toolchain.features:
+            names = ", ".join(param.name for param in variant.gradient_params)
+            raise UnsupportedError(
+                f"the gradient of {names} is not deterministic",
+                where="backward(deterministic=True)",
+                why="parameter gradients are summed by atomic additions, whose order varies",
+                fix="leave deterministic out (dq, dk and dv are bitwise repeatable anyway), or use backend='reference'",
+            )
+    return choose_schedule(variant, op, target, backend, deterministic=deterministic)
 
 
 def render_kernel(plan: KernelPlan) -> RenderedKernel:
@@ -171,6 +179,7 @@ class _Key:
     op: OpName
     target: Target
     backend: str
+    deterministic: bool = False
 
 
 class _Resolver:
@@ -186,10 +195,10 @@ class _Resolver:
     def __reduce__(self) -> tuple[object, ...]:
         return _Resolver, (self.spec, self.target, self.backend, None)
 
-    def __call__(self, op: OpName, device: torch.device | None) -> Op:
+    def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
         _check_name(op)
         target = self._target(device)
-        key = _Key(op, target, self.backend or default_backend(target))
+        key = _Key(op, target, self.backend or default_backend(target), deterministic)
         with self._lock:
             future = self._ops.get(key)
             mine = future is None
@@ -197,7 +206,8 @@ class _Resolver:
                 future = self._ops[key] = Future()
         if mine:
             try:
-                future.set_result(build_op(self.spec, plan_op(self.spec, op, target, key.backend), self.progress))
+                plan = plan_op(self.spec, op, target, key.backend, deterministic=deterministic)
+                future.set_result(build_op(self.spec, plan, self.progress))
             except BaseException as error:
                 with self._lock:
                     del self._ops[key]
@@ -207,7 +217,7 @@ class _Resolver:
     def compiled(self) -> dict[OpName, Op]:
         """The ops compiled so far, in the order of :data:`OPS`."""
         with self._lock:
-            done = {key.op: future for key, future in self._ops.items() if future.done()}
+            done = {key.op: future for key, future in self._ops.items() if future.done() and not key.deterministic}
         return {op: done[op].result() for op in OPS if op in done}
 
     def build_now(self, ops: tuple[OpName, ...] | None) -> None:

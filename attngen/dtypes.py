@@ -32,6 +32,7 @@ DTYPES: dict[str, DType] = {
         DType("bf16", "bfloat16", 2, "bf16"),
         DType("fp16", "float16", 2, "fp16"),
         DType("i32", "int32", 4, "i32"),
+        DType("i64", "int64", 8, "i64"),
         DType("u8", "uint8", 1, "u8"),
         DType("bool", "bool", 1, "i1"),
     )

@@ -87,6 +87,11 @@ class Variant:
         return tuple(p for p in self.params if p.name in loaded and p.expr_type == "f32")
 
     @property
+    def dropout_threshold(self) -> int:
+        """The smallest random word of 32 bits whose weight stays."""
+        return min(round(self.dropout * 2**32), 2**32 - 1)
+
+    @property
     def sink_param(self) -> Param | None:
         """The sinks' parameter."""
         return next((p for p in self.params if isinstance(self.sink, Load) and p.name == self.sink.param), None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attngen.backends import philox
 from attngen.backends.base import Batch, Inputs
 from attngen.ir.evaluate import evaluate
 from attngen.variant import Variant
@@ -29,28 +30,41 @@ class Request:
 
 
 def forward(variant: Variant, inputs: Inputs, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` and ``lse`` of :func:`rows`."""
+    return rows(variant, inputs, dtype)[:2]
+
+
+def rows(
+    variant: Variant, inputs: Inputs, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of every request, in ``dtype`` throughout.
 
     Returns:
-        ``out [num_tokens, num_qo_heads, head_dim_vo]`` and ``lse [num_tokens, num_qo_heads]`` (natural logarithm), both of
-        ``dtype``; rows without a key, and padding, give 0 and -inf.
+        ``out [num_tokens, num_qo_heads, head_dim_vo]``, ``lse [num_tokens, num_qo_heads]`` (natural logarithm, of the keys alone)
+        and the largest logit likewise, all of ``dtype``; rows without a key, and padding, give 0 and -inf. Element-wise
+        weights have no lse: there it means nothing.
     """
     q, k, v = (flat(t).to(dtype) for t in (inputs.q, inputs.k, inputs.v))
     params = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.params.items()}
     out = q.new_zeros(inputs.batch.num_tokens, variant.num_qo_heads, variant.head_dim_vo)
     lse = q.new_full((inputs.batch.num_tokens, variant.num_qo_heads), float("-inf"))
-    outs, lses, rows = [], [], []
+    parts, tokens = [], []
     for request in requests(variant, inputs.batch):
         if request.qo_len:
             own = slice(request.rows.start, request.rows.start + request.qo_len)
-            rows.append(torch.arange(own.start, own.stop, device=q.device))
-            part = _attend(variant, request, q[own], k[request.keys], v[request.keys], params, dtype)
-            outs.append(part[0])
-            lses.append(part[1])
-    if rows:
-        index = torch.cat(rows)
-        out, lse = out.index_copy(0, index, torch.cat(outs)), lse.index_copy(0, index, torch.cat(lses))
-    return out, lse
+            tokens.append(torch.arange(own.start, own.stop, device=q.device))
+            call = _Call(variant, request, params, inputs.seed, inputs.offset, dtype)
+            parts.append(call.attend(q[own], k[request.keys], v[request.keys]))
+    largest = lse
+    if parts:
+        index = torch.cat(tokens)
+        filled = (torch.cat(part) for part in zip(*parts, strict=True))
+        out, lse, largest = (
+            whole.index_copy(0, index, part) for whole, part in zip((out, lse, largest), filled, strict=True)
+        )
+    if inputs.gate is not None:
+        out = out * torch.sigmoid(flat(inputs.gate).to(dtype))
+    return out, lse, largest
 
 
 def backward(
@@ -68,20 +82,22 @@ def _differentiated(
     leaves = {
         name: t.detach().to(dtype).requires_grad_() for name, t in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
     }
-    wanted = {p.name for p in variant.gradient_params}
+    given = {**inputs.params} if inputs.gate is None else {**inputs.params, variant.gate or "": inputs.gate}
     params = {
-        name: value.detach().to(dtype).requires_grad_() if name in wanted else value
-        for name, value in inputs.params.items()
+        name: value.detach().to(dtype).requires_grad_() if name in variant.differentiable else value
+        for name, value in given.items()
     }
-    leaf = replace(inputs, q=leaves["q"], k=leaves["k"], v=leaves["v"], params=params)
+    own = {name: params[name] for name in inputs.params}
+    gate = None if inputs.gate is None else params[variant.gate or ""]
+    leaf = replace(inputs, q=leaves["q"], k=leaves["k"], v=leaves["v"], params=own, gate=gate)
     out, lse = forward(variant, leaf, dtype)
     total = (out * flat(dout).to(dtype)).sum()
-    if dlse is not None:
+    if dlse is not None and variant.is_softmax:
         total = total + torch.where(lse.isinf(), 0.0, lse * dlse.reshape(lse.shape).to(dtype)).sum()
-    targets = [*leaves.values(), *(params[name] for name in sorted(wanted))]
+    targets = [*leaves.values(), *(params[name] for name in variant.differentiable)]
     grads = torch.autograd.grad(total, targets, allow_unused=True) if total.requires_grad else [None] * len(targets)
     filled = [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
-    return filled[0], filled[1], filled[2], dict(zip(sorted(wanted), filled[3:], strict=True))
+    return filled[0], filled[1], filled[2], dict(zip(variant.differentiable, filled[3:], strict=True))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,10 +122,10 @@ def requests(variant: Variant, batch: Batch) -> Iterator[Request]:
     for b in range(batch.batch):
         if variant.q_layout == "ragged":
             assert qo_indptr is not None
-            rows = range(qo_indptr[b], qo_indptr[b + 1])
+            tokens = range(qo_indptr[b], qo_indptr[b + 1])
         else:
-            rows = range(b * batch.qo_len, (b + 1) * batch.qo_len)
-        qo_len = qo_lens[b] if qo_lens else len(rows)
+            tokens = range(b * batch.qo_len, (b + 1) * batch.qo_len)
+        qo_len = qo_lens[b] if qo_lens else len(tokens)
         if variant.kv_layout == "ragged":
             assert kv_indptr is not None
             keys = torch.arange(kv_indptr[b], kv_indptr[b + 1])
@@ -120,7 +136,7 @@ def requests(variant: Variant, batch: Batch) -> Iterator[Request]:
             keys = _page_slots(variant, batch, b, kv_lens[b], page_indptr)
         yield Request(
             index=b,
-            rows=rows,
+            rows=tokens,
             qo_len=qo_len,
             keys=keys,
             q_offset=q_offset[b] if q_offset else len(keys) - qo_len,
@@ -139,37 +155,122 @@ def _page_slots(variant: Variant, batch: Batch, b: int, kv_len: int, page_indptr
     return pages.long() * variant.page_size + position % variant.page_size
 
 
-def _attend(
-    variant: Variant,
-    request: Request,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    params: dict[str, torch.Tensor],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    device = q.device
-    k, v = (t.repeat_interleave(variant.group_size, dim=1) for t in (k, v))
-    score = torch.einsum("qhd,khd->hqk", q, k) * variant.sm_scale
-    env: dict[str, torch.Tensor | int | float] = {
-        "score": score,
-        "b": request.index,
-        "h": torch.arange(variant.num_qo_heads, device=device)[:, None, None],
-        "q": (request.q_offset + torch.arange(q.shape[0], device=device))[:, None],
-        "k": request.kv_offset + torch.arange(k.shape[0], device=device),
-        "qo_len": request.qo_len,
-        "kv_len": k.shape[0],
-    }
-    visible = evaluate(variant.mask, env, params, dtype).expand(score.shape)
-    # The score mod is evaluated at visible pairs only: elsewhere it may be undefined, also in its gradient.
-    pairs = visible.nonzero(as_tuple=True)
-    at_pairs = {name: x.expand(visible.shape)[pairs] if isinstance(x, torch.Tensor) else x for name, x in env.items()}
-    seen_logits = evaluate(variant.score, at_pairs, params, dtype).expand(len(pairs[0]))
-    logits = torch.full_like(score, float("-inf")).index_put(pairs, seen_logits)
-    seen = (logits != float("-inf")).any(-1)
-    logits = torch.where(seen[..., None], logits, 0.0)
-    lse = torch.where(seen, torch.logsumexp(logits, -1), float("-inf"))
-    # Not exp(logits - lse): next to logits of -1e30 the number of keys vanishes in lse.
-    near = logits - torch.where(seen, lse, 0.0).detach()[..., None]
-    weights = torch.where(seen[..., None], torch.exp(near - torch.logsumexp(near, -1, keepdim=True)), 0.0)
-    return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1)
+@dataclass(frozen=True)
+class _Call:
+    """One request under evaluation; tensors are ``[tokens, heads, ...]``."""
+
+    variant: Variant
+    request: Request
+    params: dict[str, torch.Tensor]
+    seed: torch.Tensor | None
+    offset: torch.Tensor | None
+    dtype: torch.dtype
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """out, lse and largest logits of the request's queries."""
+        variant, device = self.variant, q.device
+        q_pos = self.request.q_offset + torch.arange(q.shape[0], device=device)
+        kv_pos = self.request.kv_offset + torch.arange(k.shape[0], device=device)
+        q_weight, k_weight = variant.norm_weights
+        q, k = self.transformed(q, q_pos, q_weight), self.transformed(k, kv_pos, k_weight)
+        k, v = (t.repeat_interleave(variant.group_size, dim=1) for t in (k, v))
+        heads = torch.arange(variant.num_qo_heads, device=device)[:, None, None]
+        visible, logits = self.logits(torch.einsum("qhd,khd->hqk", q, k) * variant.sm_scale, heads, q_pos, kv_pos)
+        seen = (logits != float("-inf")).any(-1)
+        largest = (
+            torch.where(seen, logits.amax(-1), float("-inf"))
+            if k.shape[0]
+            else logits.new_full(seen.shape, float("-inf"))
+        )
+        if variant.is_softmax:
+            weights, lse = self.softmax(logits, seen)
+        else:
+            weights, lse = torch.where(visible, logits, 0.0), largest
+        if variant.dropout:
+            weights = weights * self.kept(heads, q_pos, kv_pos) / (1.0 - variant.dropout)
+        return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1), largest.transpose(0, 1).detach()
+
+    def logits(
+        self, score: torch.Tensor, heads: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which pairs are visible, and the logit of each, -inf where hidden."""
+        env: dict[str, torch.Tensor | int | float] = {
+            "score": score,
+            "b": self.request.index,
+            "h": heads,
+            "q": q_pos[:, None],
+            "k": kv_pos,
+            "qo_len": self.request.qo_len,
+            "kv_len": len(kv_pos),
+        }
+        visible = evaluate(self.variant.mask, env, self.params, self.dtype).expand(score.shape)
+        # The score mod is evaluated at visible pairs only: elsewhere it may be undefined, also in its gradient.
+        pairs = visible.nonzero(as_tuple=True)
+        at_pairs = {
+            name: x.expand(visible.shape)[pairs] if isinstance(x, torch.Tensor) else x for name, x in env.items()
+        }
+        seen = evaluate(self.variant.score, at_pairs, self.params, self.dtype).expand(len(pairs[0]))
+        return visible, torch.full_like(score, float("-inf")).index_put(pairs, seen)
+
+    def softmax(self, logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, and the lse of the keys alone."""
+        logits = torch.where(seen[..., None], logits, 0.0)
+        lse = torch.where(seen, torch.logsumexp(logits, -1), float("-inf"))
+        # Not exp(logits - lse): next to logits of -1e30 the number of keys vanishes in lse.
+        top = torch.where(seen, lse, 0.0).detach()[..., None]
+        near = logits - top
+        terms = near
+        if self.variant.sink is not None:
+            env = {"h": torch.arange(self.variant.num_qo_heads, device=logits.device)[:, None, None]}
+            sink = evaluate(self.variant.sink, env, self.params, self.dtype).expand(*seen.shape, 1)
+            terms = torch.cat([near, sink - top], -1)
+        weights = torch.exp(near - torch.logsumexp(terms, -1, keepdim=True))
+        return torch.where(seen[..., None], weights, 0.0), lse
+
+    def kept(self, heads: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        """1 where dropout leaves a weight, else 0."""
+        assert self.seed is not None
+        assert self.offset is not None
+        row = self.request.index * self.variant.num_qo_heads + heads
+        stays = philox.kept(
+            self.variant.dropout_threshold, int(self.seed), int(self.offset), row, q_pos[:, None], kv_pos
+        )
+        return stays.to(self.dtype)
+
+    def transformed(self, x: torch.Tensor, position: torch.Tensor, weight: str | None) -> torch.Tensor:
+        """Queries or keys as they are multiplied: normed, then rotated."""
+        norm, rope = self.variant.qk_norm, self.variant.rope
+        if norm is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+            x = x if weight is None else x * self.params[weight]
+        if rope is None or rope.dim is None:
+            return x
+        cosine, sine = self.rotation(position)
+        turning, rest = x[..., : rope.dim], x[..., rope.dim :]
+        if rope.interleaved:
+            first, second = turning[..., 0::2], turning[..., 1::2]
+        else:
+            first, second = turning.chunk(2, -1)
+        turned = (first * cosine - second * sine, second * cosine + first * sine)
+        paired = torch.stack(turned, -1).flatten(-2) if rope.interleaved else torch.cat(turned, -1)
+        return torch.cat([paired, rest], -1)
+
+    def rotation(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of every position and pair, ``[tokens, 1, dim / 2]``. Angles are never of fewer than 32 bits."""
+        rope = self.variant.rope
+        assert rope is not None
+        assert rope.dim is not None
+        if rope.table is not None:
+            table = self.params[rope.table]
+            inside = ((position >= 0) & (position < table.shape[0]))[:, None]
+            rows = (
+                table[position.clamp(0, max(table.shape[0] - 1, 0))] if table.shape[0] else table.new_zeros(1, rope.dim)
+            )
+            cosine, sine = torch.where(inside, rows, 0.0).chunk(2, -1)
+        else:
+            pair = torch.arange(rope.dim // 2, device=position.device, dtype=torch.float64)
+            angle = position[:, None] * rope.theta ** (-2.0 * pair / rope.dim)
+            cosine, sine = angle.cos(), angle.sin()
+        return cosine[:, None].to(self.dtype), sine[:, None].to(self.dtype)

@@ -45,6 +45,11 @@ class Emit:
         """Whether the logit differs from the scaled dot product."""
         return self._plan.variant.has_score_mod
 
+    def sink(self, **names: str) -> str:
+        """The sink's logit; coordinate ``h``."""
+        assert self._plan.variant.sink is not None
+        return self.expr(self._plan.variant.sink, **names)
+
     @property
     def has_mask(self) -> bool:
         """Whether any key inside a request may be hidden."""

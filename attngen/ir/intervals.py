@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.ir.bounds import UNIFORM, Bounds
-from attngen.ir.expr import K0, K1, Q0, Q1, Expr
+from attngen.ir.expr import K0, K1, Q0, Q1, Expr, Load, coords
 from attngen.ir.regions import BIG
 from attngen.ir.scalar import evaluate_scalar
 from attngen.ir.spans import Span, key_span, query_span
 
-__all__ = ["BIG", "UNIFORM", "Span", "TileClass", "classify", "evaluate_scalar", "key_span", "query_span"]
+__all__ = ["BIG", "UNIFORM", "Span", "TileClass", "classify", "data_loads", "evaluate_scalar", "key_span", "query_span"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class TileClass:
 
     any: Expr
     all: Expr
+
+
+def data_loads(mask: Expr) -> tuple[Load, ...]:
+    """The distinct integer and bool loads of a mask that are indexed by position: data that tell its tiles apart."""
+    loads = dict.fromkeys(node for node in mask.walk() if isinstance(node, Load) and node.type != "f32")
+    return tuple(load for load in loads if coords(load) & {"q", "k"})
 
 
 def classify(mask: Expr, uniform: frozenset[str] = UNIFORM) -> TileClass:

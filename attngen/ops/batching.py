@@ -22,7 +22,7 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Lengths:
-    """The optional index tensors of a call, as the user passed them."""
+    """The optional index tensors of a call, and its random stream, as the user passed them."""
 
     qo_indptr: torch.Tensor | None = None
     kv_indptr: torch.Tensor | None = None
@@ -33,11 +33,18 @@ class Lengths:
     kv_last_page_len: torch.Tensor | None = None
     q_offset: torch.Tensor | None = None
     kv_offset: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
 
     def reject_other_than(self, allowed: set[str], storage: str) -> None:
         """Raise for an index tensor that has no meaning for this storage."""
         for field in fields(self):
-            if getattr(self, field.name) is not None and field.name not in allowed | {"q_offset", "kv_offset"}:
+            if getattr(self, field.name) is not None and field.name not in allowed | {
+                "q_offset",
+                "kv_offset",
+                "seed",
+                "offset",
+            }:
                 raise ArgumentError(
                     f"{field.name} has no meaning here",
                     where=field.name,
@@ -75,7 +82,46 @@ def collect_inputs(
     else:
         keys, values = _dense_kv(variant, q, k, v)
     batch = _describe(variant, q, keys, lengths, read)
-    return Inputs(q=q, k=keys, v=values, batch=batch, params=_check_params(variant, batch, params, q.device))
+    gate = None
+    if variant.gate is not None:
+        where, axes = f"params[{variant.gate!r}]", "[..., num_qo_heads, head_dim_vo]"
+        wanted = (*q.shape[:-1], variant.head_dim_vo)
+        given = params.get(variant.gate)
+        gate = check_tensor(where, given, dtype=variant.dtype, shape=wanted, axes=axes, device=q.device)
+        gate = check_strides(where, gate)
+    seed, offset = _random_stream(variant, lengths, q.device)
+    return Inputs(q, keys, values, batch, _check_params(variant, batch, params, q.device), gate, seed, offset)
+
+
+def _random_stream(
+    variant: Variant, given: Lengths, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Seed and offset of dropout, int64 ``[1]``; without an offset, 0."""
+    streams = {"seed": given.seed, "offset": given.offset}
+    if not variant.dropout:
+        for name, tensor in streams.items():
+            if tensor is not None:
+                raise ArgumentError(
+                    f"{name} has no meaning here",
+                    where=name,
+                    why="the spec has no dropout",
+                    fix="leave it out, or declare dropout= in the spec",
+                )
+        return None, None
+    if given.seed is None:
+        raise ArgumentError(
+            "seed is missing",
+            where="seed",
+            why=f"the spec drops weights with probability {variant.dropout:g}",
+            fix="pass an int64 tensor of one element; another for every call, or the same with another offset",
+        )
+    if given.offset is None:
+        streams["offset"] = torch.zeros(1, dtype=torch.int64, device=device)
+    checked = []
+    for name, tensor in streams.items():
+        vector = tensor[None] if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 else tensor
+        checked.append(check_tensor(name, vector, dtype="i64", shape=(1,), axes="[1]", device=device))
+    return checked[0], checked[1]
 
 
 def _dense_kv(variant: Variant, q: torch.Tensor, k: Cache, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,12 +304,13 @@ def _check_params(
     variant: Variant, batch: Batch, given: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     names = [param.name for param in variant.params]
+    declared = [*names, variant.gate] if variant.gate else names
     for name in given:
-        if name not in names:
+        if name not in declared:
             raise ArgumentError(
                 f"params holds {name!r}",
                 where=f"params[{name!r}]",
-                why=f"the spec declares {', '.join(map(repr, names)) or 'no parameter'}",
+                why=f"the spec declares {', '.join(map(repr, declared)) or 'no parameter'}",
                 fix="remove or rename it",
             )
     sizes = {

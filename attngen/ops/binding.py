@@ -26,6 +26,10 @@ def input_values(inputs: Inputs) -> dict[str, Value]:
     """Values of everything that describes the inputs of a call."""
     values = tensor_values("q", inputs.q) | tensor_values("k", inputs.k) | tensor_values("v", inputs.v)
     values |= batch_values(inputs.batch)
+    if inputs.gate is not None:
+        values |= tensor_values("gate", inputs.gate)
+    if inputs.seed is not None and inputs.offset is not None:
+        values |= {"seed": inputs.seed, "offset": inputs.offset}
     for name, tensor in inputs.params.items():
         values[f"param_{name}"] = tensor
         values |= {f"param_{name}_dim{axis}": size for axis, size in enumerate(tensor.shape)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 
 from attngen.backends import reference
 from attngen.backends.base import Backend, Inputs, Launch
-from attngen.errors import UnsupportedError
 from attngen.ops.binding import Value, input_values, map_values, ordered, tensor_values
 from attngen.ops.checks import torch_dtype
+from attngen.ops.param_sums import ParamSums
 from attngen.schedule.plan import KernelPlan, OpPlan
 from attngen.variant import Variant
 
@@ -69,74 +69,124 @@ class Op:
         assert loaded is not None
         return loaded
 
-    def forward(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write ``out`` (shape of q with head_dim_vo) and ``lse`` ``[tokens, num_qo_heads]`` of every row."""
+    def forward(
+        self,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        max_logit: torch.Tensor | None = None,
+        *,
+        partial: bool = False,
+    ) -> None:
+        """Write ``out`` (shape of q with head_dim_vo) and, fp32 ``[tokens, num_qo_heads]``, ``lse`` and ``max_logit`` of every row.
+
+        Args:
+            lse: needed where weights are a softmax.
+            partial: leave the sink out.
+        """
         if not self.plan.kernels:
-            exact, exact_lse = reference.forward(self.variant, inputs)
+            variant = replace(self.variant, sink=None) if partial else self.variant
+            exact, exact_lse, exact_max = reference.rows(variant, inputs)
             out.copy_(exact.view(out.shape))
-            lse.copy_(exact_lse)
+            for target, found in ((lse, exact_lse), (max_logit, exact_max)):
+                if target is not None:
+                    target.copy_(found)
             return
         device, batch = inputs.q.device, inputs.batch
         kernels = self.load(device)
         plan, launch = kernels["forward"]
-        values = input_values(inputs) | tensor_values("out", out) | {"lse": lse}
+        values = input_values(inputs) | tensor_values("out", out)
+        values |= {"has_max_logit": int(max_logit is not None), "has_sink": int(not partial)}
+        values |= {name: x for name, x in (("lse", lse), ("max_logit", max_logit)) if x is not None}
         tiles = query_tiles(plan, inputs)
-        programs = tiles * (self.variant.num_kv_heads if plan.packed else self.variant.num_qo_heads)
         values["num_tiles"] = tiles
+        programs = tiles * (self.variant.num_kv_heads if plan.packed else self.variant.num_qo_heads)
         if plan.tiles.maps:
             values |= map_values(inputs)
+        if plan.lists:
+            self._launch_lists("key_lists", plan, inputs, values)
         num_splits = provided_splits(plan, inputs) if plan.split else 1
         if plan.split:
             values["num_splits"] = num_splits
             if num_splits > 1:
                 shape = (num_splits, batch.num_tokens, self.variant.num_qo_heads)
-                values["partial_out"] = torch.empty(
-                    (*shape, self.variant.head_dim_vo), dtype=torch.float32, device=device
-                )
-                values["partial_lse"] = torch.empty(shape, dtype=torch.float32, device=device)
+                rows = {"partial_out": (*shape, self.variant.head_dim_vo), "partial_lse": shape}
+                if max_logit is not None:
+                    rows["partial_max"] = shape
+                for name, size in rows.items():
+                    values[name] = torch.empty(size, dtype=torch.float32, device=device)
         launch(programs * num_splits, ordered(plan, values, device))
         if num_splits > 1:
-            self._launch_rows(kernels["merge"], values, device)
+            self._launch_rows("merge", values, device)
 
     def backward(
         self,
         inputs: Inputs,
         dout: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None,
         dlse: torch.Tensor | None,
         grads: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Write ``grads``: dq, dk, dv in the shapes of q, k, v, and ``d_param_<name>`` (fp32, zeroed)."""
+    ) -> dict[str, torch.Tensor]:
+        """Write ``grads``: dq, dk, dv in the shapes of q, k, v. Returns the gradients of the parameters and the gate, by name."""
         if not self.plan.kernels:
             dq, dk, dv, dparams = reference.backward(self.variant, inputs, dout, dlse)
-            exact = {"dq": dq, "dk": dk, "dv": dv} | {f"d_param_{name}": grad for name, grad in dparams.items()}
-            for name, target in grads.items():
-                target.copy_(exact[name].view(target.shape))
-            return
+            for name, exact in (("dq", dq), ("dk", dk), ("dv", dv)):
+                grads[name].copy_(exact.view(grads[name].shape))
+            return {
+                name: grad.to(inputs.params[name].dtype if name in inputs.params else inputs.q.dtype)
+                for name, grad in dparams.items()
+            }
         device, batch = inputs.q.device, inputs.batch
         kernels = self.load(device)
-        delta = torch.empty(lse.shape, dtype=torch.float32, device=device)
-        values = input_values(inputs) | {"lse": lse, "delta": delta, "has_dlse": int(dlse is not None)}
+        values = input_values(inputs) | {"has_dlse": int(dlse is not None)}
         values |= tensor_values("dout", dout) | tensor_values("out", out)
-        if dlse is not None:
-            values["dlse"] = dlse
+        values |= {name: x for name, x in (("lse", lse), ("dlse", dlse)) if x is not None}
         for name, grad in grads.items():
-            values |= {name: grad} if name.startswith("d_") else tensor_values(name, grad)
-        self._launch_rows(kernels["delta"], values, device)
+            values |= tensor_values(name, grad)
+        sums = ParamSums(self.variant, inputs)
+        if "delta" in kernels:
+            values |= sums.row_values(lse, dout)
+            self._launch_rows("delta", values, device)
+            values |= sums.after_delta
         plan, launch = kernels["dkdv"]
-        values["num_tiles"] = tiles_of(plan.tiles.kv, batch.batch, batch.kv_len, batch.num_keys, plan.variant.kv_layout)
-        launch(int(values["num_tiles"]) * self.variant.num_kv_heads, ordered(plan, values, device))
+        tiles = tiles_of(plan.tiles.kv, batch.batch, batch.kv_len, batch.num_keys, plan.variant.kv_layout)
+        programs = tiles * self.variant.num_kv_heads
+        values |= {"num_tiles": tiles} | sums.norm_values("dk", programs)
+        if plan.lists:
+            self._launch_lists("query_lists", plan, inputs, values)
+        launch(programs, ordered(plan, values, device))
         plan, launch = kernels["dq"]
-        values["num_tiles"] = query_tiles(plan, inputs)
-        launch(int(values["num_tiles"]) * self.variant.num_qo_heads, ordered(plan, values, device))
+        tiles = query_tiles(plan, inputs)
+        programs = tiles * self.variant.num_qo_heads
+        values |= {"num_tiles": tiles} | sums.norm_values("dq", programs)
+        if plan.lists:
+            self._launch_lists("key_lists", plan, inputs, values)
+        if plan.gradients == "added":
+            values |= sums.added_values()
+        launch(programs, ordered(plan, values, device))
+        if "dparams" in kernels:
+            plan, launch = kernels["dparams"]
+            for pass_idx in (0, 1):
+                values |= sums.exact_values(pass_idx) | {"pass_idx": pass_idx}
+                launch(programs, ordered(plan, values, device))
+        return sums.gradients()
 
-    def _launch_rows(
-        self, kernel: tuple[KernelPlan, Launch], values: Mapping[str, Value], device: torch.device
-    ) -> None:
-        plan, launch = kernel
+    def _launch_rows(self, schedule: str, values: Mapping[str, Value], device: torch.device) -> None:
+        plan, launch = self.load(device)[schedule]
         rows = int(values["num_tokens"]) * self.variant.num_qo_heads
         launch(-(-rows // plan.tiles.q), ordered(plan, values, device))
+
+    def _launch_lists(self, schedule: str, consumer: KernelPlan, inputs: Inputs, values: dict[str, Value]) -> None:
+        """Make the lists that ``consumer`` reads, and add them to ``values``."""
+        device = inputs.q.device
+        plan, launch = self.load(device)[schedule]
+        num_lists = int(values["num_tiles"]) * consumer.list_heads
+        capacity = list_capacity(consumer, schedule, inputs)
+        values["list_capacity"] = capacity
+        values["tile_list"] = torch.empty((num_lists, capacity), dtype=torch.int32, device=device)
+        values["tile_counts"] = torch.empty((num_lists, 2), dtype=torch.int32, device=device)
+        launch(num_lists, ordered(plan, values, device))
 
 
 def tiles_of(tile: int, batch: int, padded_len: int, rows: int, layout: str) -> int:
@@ -157,38 +207,36 @@ def provided_splits(plan: KernelPlan, inputs: Inputs) -> int:
     return max(1, min(plan.max_splits, capacity // plan.min_split))
 
 
-def allocate_forward(op: Op, inputs: Inputs, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Buffers for out and lse. Ragged rows that no request covers read 0 and -inf."""
+def list_capacity(consumer: KernelPlan, schedule: str, inputs: Inputs) -> int:
+    """Most tiles of the other side that a request can have."""
+    batch, tiles = inputs.batch, consumer.tiles
+    if schedule == "key_lists":
+        return -(-(batch.num_keys if consumer.variant.kv_layout == "ragged" else batch.kv_len) // tiles.kv)
+    return -(-(batch.num_tokens if consumer.variant.q_layout == "ragged" else batch.qo_len) // tiles.q)
+
+
+def allocate_forward(
+    op: Op, inputs: Inputs, out: torch.Tensor | None, *, want_max: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Buffers for out, lse (of a softmax) and, if wanted, largest logits. Ragged rows that no request covers read 0 and -inf."""
     q, variant = inputs.q, op.variant
     shape = (*q.shape[:-1], variant.head_dim_vo)
     ragged = variant.q_layout == "ragged"
     if out is None:
         make = torch.zeros if ragged else torch.empty
         out = make(shape, dtype=torch_dtype(variant.out_dtype), device=q.device)
-    lse = torch.empty((inputs.batch.num_tokens, variant.num_qo_heads), dtype=torch.float32, device=q.device)
-    return out, lse.fill_(float("-inf")) if ragged else lse
+
+    def row_values() -> torch.Tensor:
+        rows = torch.empty((inputs.batch.num_tokens, variant.num_qo_heads), dtype=torch.float32, device=q.device)
+        return rows.fill_(float("-inf")) if ragged else rows
+
+    return out, row_values() if variant.is_softmax else None, row_values() if want_max else None
 
 
 def allocate_backward(op: Op, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Buffers for dq, dk, dv (dense, in the shapes of q, k, v) and zeroed fp32 accumulators of parameter gradients."""
+    """Buffers for dq, dk, dv, dense, in the shapes of q, k, v."""
     make = torch.zeros if op.variant.q_layout == "ragged" else torch.empty
-    grads = {
+    return {
         f"d{name}": make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
     }
-    for param in op.variant.gradient_params:
-        tensor = inputs.params[param.name]
-        grads[f"d_{param.symbol}"] = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-    return grads
-
-
-def require_deterministic(op: Op) -> None:
-    """Raise where gradients are summed in no fixed order."""
-    if op.plan.kernels and op.variant.gradient_params:
-        names = ", ".join(param.name for param in op.variant.gradient_params)
-        raise UnsupportedError(
-            f"the gradient of {names} is not deterministic",
-            where="backward(deterministic=True)",
-            why="parameter gradients are summed by atomic additions, whose order varies",
-            fix="leave deterministic out (dq, dk and dv are bitwise repeatable anyway), or use backend='reference'",
-        )

@@ -12,13 +12,13 @@ import torch
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops import torch_library
 from attngen.ops.batching import Cache, Lengths, collect_inputs
-from attngen.ops.checks import check_strides, check_tensor, check_writable, readable, torch_dtype
-from attngen.ops.op import Op, allocate_backward, allocate_forward, require_deterministic
-from attngen.spec import AttentionSpec
-from attngen.variant import OPS, OpName, normalize
+from attngen.ops.checks import check_strides, check_tensor, check_writable, readable
+from attngen.ops.op import Op, allocate_backward, allocate_forward
+from attngen.spec import AttentionSpec, Softmax
+from attngen.variant import OPS, OpName, Variant, normalize
 
 Params = Mapping[str, torch.Tensor]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 LOG2_E = 1.4426950408889634
 
@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 class Resolver(Protocol):
     """Where the compiled ops of a spec come from."""
 
-    def __call__(self, op: OpName, device: torch.device | None) -> Op:
+    def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
         """The op for a device, compiled on first need; for the declared target, or the current GPU or CPU, when omitted."""
 
     def compiled(self) -> dict[OpName, Op]:
@@ -49,7 +49,10 @@ class Ops:
         self.spec = spec
         self._resolve, self._scope = resolve, scope
         self._defaults = spec.defaults()
-        self._differentiable = _differentiable(spec)
+        variant = _training_variant(spec)
+        self._differentiable = () if variant is None else variant.differentiable
+        self._summed = () if variant is None else variant.gradient_params
+        self._has_sink = isinstance(spec.normalizer, Softmax) and spec.normalizer.sink_logit() is not None
         self._handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
         torch_library.register(self._handle, self)
 
@@ -96,7 +99,10 @@ class Ops:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         lse_base: Literal["e", "log2"] = "e",
-        partial: bool = False,  # noqa: ARG002 - without a sink every result is a partial result
+        partial: bool = False,
+        return_max: bool = False,
+        seed: torch.Tensor | None = None,
+        offset: torch.Tensor | None = None,
     ) -> Result:
         """Attention of many queries a request; like :meth:`attention`, gradients flow where an input requires them.
 
@@ -106,19 +112,36 @@ class Ops:
             page_table: int32 ``[batch, max_pages]``, with ``kv_lens``; or CSR ``kv_indptr, kv_indices, kv_last_page_len``.
             qo_lens, kv_lens: int32 ``[batch]``, valid lengths of padded rows; padded queries give out 0 and lse -inf.
             q_offset, kv_offset: int32 ``[batch]``, positions of the first query (default ``kv_len - qo_len``) and key (0).
-            params: run-time tensors of mask and score mods by name; captured ones default to what was captured.
+            params: run-time tensors of the spec by name, also the output gate's; captured ones default to what was captured.
             out: buffer for the result, ``[..., num_qo_heads, head_dim_vo]``.
-            return_lse: also return the log-sum-exp of the logits over visible keys, fp32 ``[..., num_qo_heads]``.
+            return_lse: also return the log-sum-exp of the logits over visible keys, fp32 ``[..., num_qo_heads]``. A sink is not in
+                it; element-wise normalizers have none.
             lse_base: unit of lse: natural logarithm or base 2.
-            partial: results over part of the keys, to be merged with :func:`merge_states`; plain softmax results already are.
+            partial: results over part of the keys, to be merged with :func:`merge_states`, which then counts the sink once.
+                Element-wise ones simply add.
+            return_max: also return the largest logit over visible keys, fp32 ``[..., num_qo_heads]``, without a gradient.
+            seed, offset: int64 ``[1]`` of dropout, on the device of q, so that a graph replays with fresh masks; offset is 0 by
+                default.
 
         Returns:
-            out in the spec's out dtype, or ``(out, lse)``.
+            out in the spec's out dtype, or ``(out, lse)``, ``(out, max)``, ``(out, lse, max)``.
         """
         lengths = Lengths(
-            qo_indptr, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset
+            qo_indptr,
+            kv_indptr,
+            qo_lens,
+            kv_lens,
+            page_table,
+            kv_indices,
+            kv_last_page_len,
+            q_offset,
+            kv_offset,
+            seed,
+            offset,
         )
-        return self._forward("prefill", q, k, v, lengths, params, out, return_lse, lse_base)
+        return self._forward(
+            "prefill", q, k, v, lengths, params, out, return_lse, lse_base, partial=partial, return_max=return_max
+        )
 
     def decode(
         self,
@@ -138,7 +161,8 @@ class Ops:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         lse_base: Literal["e", "log2"] = "e",
-        partial: bool = False,  # noqa: ARG002 - without a sink every result is a partial result
+        partial: bool = False,
+        return_max: bool = False,
     ) -> Result:
         """Attention of one query token a request, ``q [batch, num_qo_heads, head_dim_qk]``, or a few, ``[batch, qo_len, ...]``.
 
@@ -148,7 +172,9 @@ class Ops:
         lengths = Lengths(
             None, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset
         )
-        return self._forward("decode", q, k, v, lengths, params, out, return_lse, lse_base)
+        return self._forward(
+            "decode", q, k, v, lengths, params, out, return_lse, lse_base, partial=partial, return_max=return_max
+        )
 
     def attention(
         self,
@@ -164,11 +190,19 @@ class Ops:
         kv_offset: torch.Tensor | None = None,
         params: Params | None = None,
         return_lse: bool = False,
+        return_max: bool = False,
+        seed: torch.Tensor | None = None,
+        offset: torch.Tensor | None = None,
     ) -> Result:
-        """Prefill with autograd: gradients reach q, k, v, floating parameters, and flow through lse too."""
-        lengths = Lengths(qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset)
-        out, lse = torch_library.attention(self._handle, "prefill", q, k, v, lengths, self._with_defaults(params))
-        return (out, lse) if return_lse else out
+        """Prefill with autograd: gradients reach q, k, v, floating parameters and the gate, and flow through lse too."""
+        lengths = Lengths(
+            qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset, seed=seed, offset=offset
+        )
+        self._check_rows(return_lse=return_lse, return_max=return_max)
+        found = torch_library.attention(
+            self._handle, "prefill", q, k, v, lengths, self._with_defaults(params), want_max=return_max
+        )
+        return _chosen(found, return_lse=return_lse, return_max=return_max)
 
     def backward(
         self,
@@ -177,7 +211,7 @@ class Ops:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None = None,
         *,
         dlse: torch.Tensor | None = None,
         qo_indptr: torch.Tensor | None = None,
@@ -187,20 +221,26 @@ class Ops:
         q_offset: torch.Tensor | None = None,
         kv_offset: torch.Tensor | None = None,
         params: Params | None = None,
+        seed: torch.Tensor | None = None,
+        offset: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> Gradients:
         """Gradients of :meth:`prefill`, recomputing the weights from ``lse``; no memory that grows with the square of a length.
 
         Args:
             dout: gradient of out, same shape and dtype.
-            out, lse: what prefill returned (lse in natural logarithm).
+            out, lse: what prefill returned (lse in natural logarithm); without ``partial``. Element-wise normalizers have no lse.
             dlse: gradient of lse, fp32, same shape.
-            deterministic: raise :class:`UnsupportedError` unless every gradient is bitwise repeatable (dq, dk, dv always are).
+            seed, offset: those of the forward call, where the spec has dropout.
+            deterministic: every gradient is bitwise repeatable. dq, dk, dv always are; parameters of score mods are then summed
+                by another kernel, which runs twice.
 
         Returns:
-            ``(dq, dk, dv, dparams)``: dense, in the shapes and dtypes of q, k, v; ``dparams`` by parameter name.
+            ``(dq, dk, dv, dparams)``: dense, in the shapes and dtypes of q, k, v; ``dparams`` by name, the gate's among them.
         """
-        lengths = Lengths(qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset)
+        lengths = Lengths(
+            qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset, seed=seed, offset=offset
+        )
         given = self._with_defaults(params)
         if torch.compiler.is_compiling():
             dq, dk, dv, *rest = torch_library.backward(
@@ -209,6 +249,17 @@ class Ops:
             grads = dict(zip(given, rest, strict=True))
             return dq, dk, dv, {name: grads[name] for name in self._differentiable if name in grads}
         return self.run_backward(dout, q, k, v, out, lse, dlse, lengths, given, deterministic=deterministic)
+
+    def _check_rows(self, *, return_lse: bool, return_max: bool) -> None:
+        """Raise where rows have no lse or largest logit."""
+        for name, wanted in (("return_lse", return_lse), ("return_max", return_max)):
+            if wanted and not isinstance(self.spec.normalizer, Softmax):
+                raise UnsupportedError(
+                    f"{name} has no meaning here",
+                    where=name,
+                    why=f"with the {self.spec.normalizer.kind} normalizer each weight depends on its own logit only",
+                    fix="leave it out; partial results simply add",
+                )
 
     def _forward(
         self,
@@ -221,22 +272,36 @@ class Ops:
         out: torch.Tensor | None,
         return_lse: bool,
         lse_base: str,
+        *,
+        partial: bool,
+        return_max: bool,
     ) -> Result:
         if lse_base not in ("e", "log2"):
             raise ArgumentError(
                 f"lse_base is {lse_base!r}", where="lse_base", why="it is a unit", fix="pass 'e' or 'log2'"
             )
+        self._check_rows(return_lse=return_lse, return_max=return_max)
         given = self._with_defaults(params)
-        if out is None and (
-            torch.compiler.is_compiling() or (name == "prefill" and _tracked(q, k, v, *given.values()))
-        ):
+        tracked = name == "prefill" and _tracked(q, k, v, *given.values())
+        if tracked and partial and self._has_sink:
+            raise UnsupportedError(
+                "partial results with a sink have no gradients",
+                where="partial",
+                why="backward counts the sink, which they leave out",
+                fix="detach the inputs, or declare the spec without a sink and apply it after merging",
+            )
+        if out is None and (torch.compiler.is_compiling() or tracked):
             with torch.set_grad_enabled(name == "prefill" and torch.is_grad_enabled()):
-                result, lse = torch_library.attention(self._handle, name, q, k, v, lengths, given)
+                result, lse, largest = torch_library.attention(
+                    self._handle, name, q, k, v, lengths, given, want_max=return_max, partial=partial
+                )
         else:
-            result, lse = self.run_forward(name, q, k, v, lengths, given, out)
-        if not return_lse:
-            return result
-        return result, lse if lse_base == "e" else lse * LOG2_E
+            result, lse, largest = self.run_forward(
+                name, q, k, v, lengths, given, out, want_max=return_max, partial=partial
+            )
+        if return_lse and lse_base == "log2":
+            lse = lse * LOG2_E
+        return _chosen((result, lse, largest), return_lse=return_lse, return_max=return_max)
 
     def run_forward(
         self,
@@ -247,13 +312,23 @@ class Ops:
         lengths: Lengths,
         params: Params,
         out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Check, allocate and launch; what :meth:`prefill`, :meth:`decode` and the registered torch op share."""
+        *,
+        want_max: bool = False,
+        partial: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Check, allocate and launch; what :meth:`prefill`, :meth:`decode` and the registered torch op share.
+
+        Returns:
+            out, lse and largest logits; empty where there are none or none are wanted.
+        """
         if not isinstance(q, torch.Tensor):
             raise ArgumentError(f"q is a {type(q).__name__}", where="q", why="a tensor is needed", fix="pass one")
         op = self.op(name, q.device)
         one_token = name == "decode" and q.dim() == 3
         rows = q.unsqueeze(1) if one_token else q
+        gate = op.variant.gate
+        if one_token and gate is not None and isinstance(params.get(gate), torch.Tensor):
+            params = {**params, gate: params[gate].unsqueeze(1)}
         inputs = collect_inputs(op.variant, self.spec.kv, rows, k, v, lengths, params)
         if out is not None:
             shape = (*q.shape[:-1], op.variant.head_dim_vo)
@@ -266,10 +341,11 @@ class Ops:
                 device=q.device,
             )
             out = check_writable("out", out).unsqueeze(1) if one_token else check_writable("out", out)
-        result, lse = allocate_forward(op, inputs, out)
+        result, lse, largest = allocate_forward(op, inputs, out, want_max=want_max)
         if result.numel():
-            op.forward(inputs, result, lse)
-        return (result.squeeze(1) if one_token else result), lse.view(q.shape[:-1])
+            op.forward(inputs, result, lse, largest, partial=partial)
+        per_row = [q.new_empty(0, dtype=torch.float32) if x is None else x.view(q.shape[:-1]) for x in (lse, largest)]
+        return (result.squeeze(1) if one_token else result), per_row[0], per_row[1]
 
     def run_backward(
         self,
@@ -278,7 +354,7 @@ class Ops:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None,
         dlse: torch.Tensor | None,
         lengths: Lengths,
         params: Params,
@@ -286,9 +362,8 @@ class Ops:
         deterministic: bool = False,
     ) -> Gradients:
         """Check, allocate and launch; what :meth:`backward` and the registered torch op share."""
-        op = self.op("backward", q.device)
-        if deterministic:
-            require_deterministic(op)
+        exact = deterministic and bool(self._summed)
+        op = self._resolve("backward", q.device, deterministic=exact)
         inputs = collect_inputs(op.variant, self.spec.kv, q, k, v, lengths, params)
         shape = (*q.shape[:-1], op.variant.head_dim_vo)
         for label, tensor in (("dout", dout), ("out", out)):
@@ -301,22 +376,23 @@ class Ops:
                 device=q.device,
             )
         heads = op.variant.num_qo_heads
+        needed = {"lse": lse, "dlse": dlse} if op.variant.is_softmax else {}
         stats = {
             label: check_tensor(
                 label, stat, dtype="fp32", shape=q.shape[:-1], axes="[..., num_qo_heads]", device=q.device
             )
-            for label, stat in (("lse", lse), ("dlse", dlse))
+            for label, stat in needed.items()
             if stat is not None or label == "lse"
         }
         dense = {label: stat.contiguous().view(-1, heads) for label, stat in stats.items()}
         grads = allocate_backward(op, inputs)
         if q.numel() and k.numel():
             rows = check_strides("out", out)
-            op.backward(inputs, readable(dout), rows, dense["lse"], dense.get("dlse"), grads)
+            dparams = op.backward(inputs, readable(dout), rows, dense.get("lse"), dense.get("dlse"), grads)
         else:
             for grad in grads.values():
                 grad.zero_()
-        dparams = {p.name: grads[f"d_{p.symbol}"].to(torch_dtype(p.dtype)) for p in op.variant.gradient_params}
+            dparams = {name: torch.zeros_like(params[name]) for name in op.variant.differentiable}
         return grads["dq"], grads["dk"], grads["dv"], dparams
 
     def _with_defaults(self, params: Params | None) -> dict[str, torch.Tensor]:
@@ -337,12 +413,19 @@ class Ops:
         return f"Ops({self.spec.name or 'unnamed'}, {self.spec.heads!r}, kv={self.spec.kv.kind})"
 
 
-def _differentiable(spec: AttentionSpec) -> tuple[str, ...]:
-    """Parameters that backward gives gradients of."""
+def _training_variant(spec: AttentionSpec) -> Variant | None:
+    """What backward computes; ``None`` where it does not exist."""
     try:
-        return tuple(param.name for param in normalize(spec, "backward").gradient_params)
+        return normalize(spec, "backward")
     except UnsupportedError:
-        return ()
+        return None
+
+
+def _chosen(found: tuple[torch.Tensor, ...], *, return_lse: bool, return_max: bool) -> Result:
+    """out alone, or with the values of rows that were asked for."""
+    out, lse, largest = found
+    rows = (*((lse,) if return_lse else ()), *((largest,) if return_max else ()))
+    return (out, *rows) if rows else out
 
 
 def _tracked(*inputs: object) -> bool:

@@ -16,6 +16,7 @@ import torch
 from attngen.errors import ArgumentError
 from attngen.ops.batching import Cache, Lengths
 from attngen.ops.checks import torch_dtype
+from attngen.spec import Softmax
 
 if TYPE_CHECKING:
     from attngen.ops.ops import Ops
@@ -58,13 +59,23 @@ def _forward(
     names: str,
     handle: str,
     op: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    want_max: bool,
+    partial: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ops = _lookup(handle)
     cache: Cache = (k, v) if v is not None and ops.spec.kv.kind == "paged" else k
     values = None if isinstance(cache, tuple) else v
     given = dict(zip(names.split(","), params, strict=True)) if names else {}
-    out, lse = ops.run_forward(op, q, cache, values, _unflatten(indices), given)  # type: ignore[arg-type]
-    return out, lse
+    return ops.run_forward(
+        op,  # type: ignore[arg-type]
+        q,
+        cache,
+        values,
+        _unflatten(indices),
+        given,
+        want_max=want_max,
+        partial=partial,
+    )
 
 
 @_forward.register_fake
@@ -77,10 +88,14 @@ def _(
     names: str,
     handle: str,
     op: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    want_max: bool,
+    partial: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     spec = _lookup(handle).spec
     out = q.new_empty((*q.shape[:-1], spec.heads.value_dim), dtype=torch_dtype(spec.out_dtype or spec.dtype))
-    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+    rows = (isinstance(spec.normalizer, Softmax), want_max)
+    lse, largest = (q.new_empty(q.shape[:-1] if there else 0, dtype=torch.float32) for there in rows)
+    return out, lse, largest
 
 
 @torch.library.custom_op("attngen::backward", mutates_args=())
@@ -91,7 +106,7 @@ def _backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     indices: Sequence[torch.Tensor | None],
     params: Sequence[torch.Tensor],
     names: str,
@@ -113,7 +128,7 @@ def _(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     indices: Sequence[torch.Tensor | None],
     params: Sequence[torch.Tensor],
     names: str,
@@ -123,25 +138,28 @@ def _(
     return [tensor.new_empty(tensor.shape) for tensor in (q, k, v, *params)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, indices, params, ctx.names, ctx.handle, ctx.op = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, indices, params, ctx.names, ctx.handle, *_ = inputs
     ctx.ops = _lookup(ctx.handle)  # lives as long as the graph
     ctx.num_params, ctx.present = len(params), [index is not None for index in indices]
-    ctx.save_for_backward(q, k, v, *output, *(index for index in indices if index is not None), *params)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(q, k, v, *output[:2], *(index for index in indices if index is not None), *params)
     ctx.set_materialize_grads(False)
 
 
-def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, *rest = ctx.saved_tensors
     params = rest[len(rest) - ctx.num_params :]
     found = iter(rest)
     indices = [next(found) if present else None for present in ctx.present]
     dout = torch.zeros_like(out) if dout is None else dout
+    if not lse.numel():
+        lse = dlse = None  # element-wise weights have none
     dq, dk, dv, *dparams = torch.ops.attngen.backward(
         dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle, False
     )
     given = [grad if tensor.is_floating_point() else None for grad, tensor in zip(dparams, params, strict=True)]
-    return dq, dk, dv, None, given, None, None, None
+    return dq, dk, dv, None, given, None, None, None, None, None
 
 
 _forward.register_autograd(_grads, setup_context=_save)
@@ -155,8 +173,11 @@ def attention(
     v: torch.Tensor | None,
     lengths: Lengths,
     params: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out, lse)`` through the dispatcher: traceable, differentiable."""
+    *,
+    want_max: bool = False,
+    partial: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(out, lse, largest logits)`` through the dispatcher: traceable, differentiable; see :meth:`Ops.run_forward`."""
     if isinstance(k, (tuple, list)):
         k, v = k
     for name, tensor in (("q", q), *((f"params[{name!r}]", tensor) for name, tensor in params.items())):
@@ -165,7 +186,7 @@ def attention(
                 f"{name} is a {type(tensor).__name__}", where=name, why="a tensor is needed", fix="pass one"
             )
     return torch.ops.attngen.forward(  # type: ignore[no-any-return]
-        q, k, v, _flatten(lengths), list(params.values()), ",".join(params), handle, op
+        q, k, v, _flatten(lengths), list(params.values()), ",".join(params), handle, op, want_max, partial
     )
 
 
@@ -177,7 +198,7 @@ def backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     lengths: Lengths,
     params: Mapping[str, torch.Tensor],
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from attngen.schedule.backward import plan_backward
@@ -19,12 +20,12 @@ def choose_schedule(
     Args:
         deterministic: backward sums parameter gradients in a way that does not depend on the order.
     """
-    plan = {
+    plans: dict[OpName, Callable[[Variant, Target, str], tuple[KernelPlan, ...]]] = {
         "prefill": plan_prefill,
         "decode": plan_decode,
         "backward": partial(plan_backward, deterministic=deterministic),
-    }[op]
-    kernels = () if backend == "reference" else plan(variant, target, backend)
+    }
+    kernels = () if backend == "reference" else plans[op](variant, target, backend)
     return OpPlan(op=op, backend=backend, target=target, variant=variant, kernels=kernels)
 
 

@@ -6,12 +6,12 @@
 ``lse delta dlse``        fp32, contiguous ``[tokens, num_qo_heads]``; Triton keeps its delta ``[num_qo_heads, tokens]``
 ``partial_out``           fp32 ``[num_splits, tokens, num_qo_heads, head_dim_vo]``; ``partial_lse`` likewise without the last dim
                           (element-wise: 0 marks a part that has been written, -inf one that saw no key)
-``max_logit``             fp32 ``[tokens, num_qo_heads]``, largest logit of a row, -inf without keys; written where ``has_max_logit``
-                          is 1; ``partial_max`` likewise ``[num_splits, tokens, num_qo_heads]``
+``max_logit``             fp32 ``[tokens, num_qo_heads]``, largest logit of a row, -inf without keys: written where
+                          ``has_max_logit`` is 1; ``partial_max`` likewise ``[num_splits, tokens, num_qo_heads]``
 ``has_sink``              whether the sink counts in out (0: partial results, that are merged later)
 ``gate dgate``            like ``out``: out is multiplied by sigmoid(gate)
-``gated_dout``            ``dout * sigmoid(gate)``, written by ``delta``, then the ``dout`` of the other backward kernels
-``total_lse``             like ``lse``, with the sink's term in it: written by ``delta``, then the ``lse`` of the other backward kernels
+``gated_dout``            ``dout * sigmoid(gate)``: written by ``delta``, the ``dout`` of the kernels after it
+``total_lse``             ``lse`` with the sink's term in it: written by ``delta``, the ``lse`` of the kernels after it
 ``dsink``                 fp32 ``[num_qo_heads, tokens]``: each row's share of the gradient of its head's sink
 ``seed offset``           i64 ``[1]``: the random stream of dropout
 ``batch qo_len kv_len``   requests; padded lengths (``kv_len`` of a paged cache: keys its page table can hold)
@@ -27,14 +27,14 @@
 ``k_tiles v_tiles``       tensor maps of k and v, ``[request, head, token, dim]`` (one request where ragged)
 ``has_dlse``              whether ``dlse`` is read
 ``param_<name>``          each run-time parameter, then ``param_<name>_dim<i>`` (i32) for each axis; ``d_param_<name>`` its gradient
-``partial_dq_norm``       fp32 ``[programs, head_dim_qk]``, zeroed: each program's share of the gradient of the query norm's weight;
-                          ``partial_dk_norm`` of the keys'
-``tile_list``             i32 ``[lists, list_capacity]``: indices of the tiles of the other side that a tile meets, those that need the
-                          mask from the front, those visible as a whole from the back; ``tile_counts`` i32 ``[lists, 2]``, how many
-                          of each. The list of tile ``t`` (numbered over all requests) of head ``h`` is ``t * list_heads + h``, where
-                          ``list_heads`` is 1 if the mask is the same for all heads
-``pass_idx``              0: find ``top_param_<name>``, fp32 ``[1]``, the largest contribution to a gradient; 1: sum contributions times
-                          ``scale_param_<name>``, fp32 ``[1]``, a power of two, as integers in ``sum_param_<name>``, i64
+``partial_dq_norm``       fp32 ``[programs, head_dim_qk]``, zeroed: each program's share of the gradient of the query norm's
+                          weight; ``partial_dk_norm`` of the keys'
+``tile_list``             i32 ``[lists, list_capacity]``: indices of the tiles of the other side that a tile meets, those that need
+                          the mask from the front, those visible as a whole from the back; ``tile_counts`` i32 ``[lists, 2]``, how
+                          many of each. The list of tile ``t`` (counted over all requests) for head ``h`` is number
+                          ``t * list_heads + h``; with one ``list_heads`` the mask is the same for all heads
+``pass_idx``              0: find ``top_param_<name>``, fp32 ``[1]``, the largest size of a contribution to a gradient; 1: add up
+                          contributions times ``scale_param_<name>``, fp32 ``[1]``, in ``sum_param_<name>``, i64
 ========================  =================================================================================================
 """
 
@@ -115,4 +115,4 @@ def param_gradients(variant: Variant) -> tuple[Arg, ...]:
 def exact_param_gradients(variant: Variant) -> tuple[Arg, ...]:
     """Accumulators of the same gradients whose order of summation does not matter."""
     kinds = (("top", "*fp32"), ("scale", "*fp32"), ("sum", "*i64"))
-    return tuple(Arg(f"{kind}_{param.symbol}", type) for param in variant.gradient_params for kind, type in kinds)
+    return tuple(Arg(f"{kind}_{param.symbol}", element) for param in variant.gradient_params for kind, element in kinds)

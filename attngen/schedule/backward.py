@@ -1,10 +1,9 @@
 """Backward kernels: weights are recomputed from lse, gradients are summed inside one program (Dao, arXiv 2307.08691).
 
-``delta`` takes ``rowsum(dout * out)``, less what flows through lse, and the gradients of gate and sink; ``dkdv`` walks the queries that
-see a key tile, over all query heads of the group, so that dk and dv need no atomic additions; ``dq`` walks the keys that a query tile
-sees and adds parameter gradients. Deterministically, ``dparams`` sums those as integers, in any order to the same bits: a first pass
-finds the largest contribution, from which follows the unit of the second (fixed point; cf. Demmel and Nguyen, "Fast Reproducible
-Floating-Point Summation").
+``delta`` takes ``rowsum(dout * out)``, less what flows through lse, and the gradients of gate and sink; ``dkdv`` walks the queries
+that see a key tile, over all query heads of the group, so that dk and dv need no atomic additions; ``dq`` walks the keys that a
+query tile sees and adds parameter gradients. Deterministically, ``dparams`` sums those as integers, whose order does not matter: a
+first pass finds the largest contribution, from which follows the unit of the second.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def plan_backward(variant: Variant, target: Target, backend: str, *, determinist
         *sequences(variant),
         Arg("num_tokens", "i32"),
         Arg("num_tiles", "i32"),
-        *tile_lists(lists=has_lists(variant)),
+        *tile_lists(lists=has_lists(variant, backend)),
         *random_stream(variant),
         *parameters(variant),
     )

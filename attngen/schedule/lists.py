@@ -1,7 +1,7 @@
 """Lists of the tiles that a tile meets, for masks whose tiles only their data tell apart (documents, block lists, bit masks).
 
-One program a list bounds the mask's loads over the tiles (:class:`attngen.ir.expr.Extent`) and writes the tiles that may be visible.
-Lists take memory as the number of tiles squared, and are made anew by each call, on the device.
+One program a list bounds the mask's loads over the tiles and writes the tiles that may be visible. Lists take memory as the number
+of tiles squared, and are made anew by each call, on the device.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class KernelPlan:
     """Everything a template may ask.
 
     Attributes:
-        schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``dparams``, ``key_lists``, ``query_lists``; also
-            the template's file name.
+        schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``dparams``, ``key_lists``,
+            ``query_lists``; also the template's file name.
         entry: kernel name, made from the variant.
         op: the op it serves.
         variant, target, backend: what, for which device, by which toolchain.
@@ -73,7 +73,8 @@ class KernelPlan:
         tile: none/some/all of one tile.
         lists: which tiles to visit is read from lists that another kernel has made, because only the mask's data tell.
         list_heads: lists a tile: 1 if the mask is the same for all heads, else one a query head.
-        gradients: how parameter gradients are summed: ``added`` by fp32 additions in any order, ``exact`` as integers; empty: not here.
+        gradients: how parameter gradients are summed: ``added`` by fp32 additions in any order, ``exact`` as integers; empty: they
+            are not.
     """
 
     schedule: str

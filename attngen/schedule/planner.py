@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-from attngen.ir.expr import TRUE, FALSE, Expr, coords
+from attngen.ir.expr import FALSE, TRUE, Expr, coords
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
@@ -41,10 +41,10 @@ def plan_kernel(
         tiles: tile sizes; the table's choice when omitted.
         gradients: how it sums parameter gradients.
     """
-    lists = has_lists(variant) and not split and schedule not in ("merge", "delta")
+    lists = has_lists(variant, backend) and not split and schedule not in ("merge", "delta")
     per_head = not packed and (schedule != "dkdv" or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM)
-    if split and has_lists(variant):
+    if split and has_lists(variant, backend):
         tile = TileClass(TRUE, FALSE)  # what its data would tell is not asked
     if tiles is None:
         transformed = variant.rope is not None or variant.qk_norm is not None
@@ -75,9 +75,13 @@ def plan_kernel(
     )
 
 
-def has_lists(variant: Variant) -> bool:
+# Backends whose kernels read lists of tiles.
+_LISTS: frozenset[str] = frozenset()
+
+
+def has_lists(variant: Variant, backend: str) -> bool:
     """Whether tiles of the mask are told apart by data that is read by position."""
-    return bool(data_loads(variant.mask))
+    return backend in _LISTS and bool(data_loads(variant.mask))
 
 
 @lru_cache(maxsize=256)
