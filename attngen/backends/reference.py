@@ -48,13 +48,15 @@ def rows(
     params = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.params.items()}
     out = q.new_zeros(inputs.batch.num_tokens, variant.num_qo_heads, variant.head_dim_vo)
     lse = q.new_full((inputs.batch.num_tokens, variant.num_qo_heads), float("-inf"))
+    gate = None if inputs.gate is None else flat(inputs.gate).to(dtype)
     parts, tokens = [], []
     for request in requests(variant, inputs.batch):
         if request.qo_len:
             own = slice(request.rows.start, request.rows.start + request.qo_len)
             tokens.append(torch.arange(own.start, own.stop, device=q.device))
             call = _Call(variant, request, params, inputs.seed, inputs.offset, dtype)
-            parts.append(call.attend(q[own], k[request.keys], v[request.keys]))
+            attended, *stats = call.attend(q[own], k[request.keys], v[request.keys])
+            parts.append((attended if gate is None else attended * torch.sigmoid(gate[own]), *stats))
     largest = lse
     if parts:
         index = torch.cat(tokens)
@@ -62,8 +64,6 @@ def rows(
         out, lse, largest = (
             whole.index_copy(0, index, part) for whole, part in zip((out, lse, largest), filled, strict=True)
         )
-    if inputs.gate is not None:
-        out = out * torch.sigmoid(flat(inputs.gate).to(dtype))
     return out, lse, largest
 
 

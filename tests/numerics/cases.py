@@ -7,6 +7,9 @@ from dataclasses import replace
 from itertools import cycle
 
 import attngen as ag
+from attngen.backends.base import require_features
+from attngen.backends.registry import backend as get_backend
+from attngen.variant import normalize
 from tests.numerics.harness import Case
 
 
@@ -124,8 +127,30 @@ STORAGE = (
 
 def corpus(dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> list[Case]:
     """All cases, each with a unique name."""
-    groups = (_mask_cases, _head_cases, _storage_cases, _shipped_cases)
+    groups = (
+        _mask_cases,
+        _head_cases,
+        _storage_cases,
+        _normalizer_cases,
+        _transform_cases,
+        _dropout_cases,
+        _shipped_cases,
+    )
     return [case for group in groups for case in group(dtypes)]
+
+
+def supported(cases: list[Case], backend: str) -> list[Case]:
+    """Those whose features the backend's templates have."""
+    features = get_backend(backend).features
+
+    def runs(case: Case) -> bool:
+        try:
+            require_features(backend, features, normalize(case.spec, case.op))
+        except ag.UnsupportedError:
+            return False
+        return not case.exact or "exact" in features
+
+    return [case for case in cases if runs(case)]
 
 
 def _spec(heads: tuple[int, int], dims: tuple[int, int], **fields: object) -> ag.AttentionSpec:
@@ -193,6 +218,72 @@ def _storage_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         yield Case(f"spelling-{index}", spec, "backward", (40, 33), (61, 33), seed=2 * index)  # even: with dlse
     negative = _spec((2, 2), (32, 32), mask=ag.Causal(), sm_scale=-0.2, dtype=dtypes[0])
     yield from _ops("negative-scale", negative, 0)
+
+
+NORMALIZERS = {
+    "sink": {"normalizer": ag.Softmax(sink=True)},
+    "sink-gate": {"normalizer": ag.Softmax(sink="sinks"), "output_gate": "gate"},
+    "off-by-one": {"normalizer": ag.Softmax(off_by_one=True), "score_mods": (ag.SoftCap(cap=4.0),)},
+    "sigmoid": {"normalizer": ag.Sigmoid()},
+    "sigmoid-bias": {"normalizer": ag.Sigmoid(bias="bias"), "score_mods": (ag.ALiBi("slopes"),)},
+    "relu": {"normalizer": ag.ReLU(), "output_gate": "gate"},
+    "squared-relu": {"normalizer": ag.ReLU(power=2, length=9.0), "score_mods": (distance_bias,)},
+    "silu": {"normalizer": ag.SiLU()},
+    "gate": {"output_gate": "g"},
+}
+TRANSFORMS = {
+    "rope": ((64, 64), {"rope": ag.Rope()}),
+    "rope-pairs": ((40, 40), {"rope": ag.Rope(theta=500.0, interleaved=True)}),
+    "rope-part": ((72, 40), {"rope": ag.Rope(dim=24)}),
+    "rope-table": ((128, 128), {"rope": ag.Rope(dim=64, table="cos_sin", interleaved=True)}),
+    "norm": ((96, 64), {"qk_norm": ag.QKNorm(eps=1e-5)}),
+    "norm-weights": ((64, 64), {"qk_norm": ag.QKNorm(q_weight="q_norm", k_weight="k_norm")}),
+    "norm-rope": ((128, 128), {"qk_norm": ag.QKNorm(q_weight="w", k_weight="w"), "rope": ag.Rope(dim=32)}),
+}
+DROPOUTS = {
+    "plain": {"dropout": 0.1},
+    "sink": {"dropout": 0.5, "normalizer": ag.Softmax(sink=True), "score_mods": (ag.ALiBi("slopes"),)},
+    "sigmoid": {"dropout": 0.25, "normalizer": ag.Sigmoid(bias=-0.5), "output_gate": "gate"},
+}
+
+
+def _normalizer_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Each normalizer, sink and gate; some with gradients that are asked for exactly."""
+    dtype, group = cycle(dtypes), cycle(GROUPS)
+    for index, (name, fields) in enumerate(NORMALIZERS.items()):
+        kv = (ag.Ragged(), ag.Contiguous(), ag.Paged(page_size=16))[index % 3]
+        mask = (ag.Causal(), MASKS["window"], ag.Full())[index // 3 % 3]
+        spec = _spec(next(group), (64, 64), mask=mask, kv=kv, dtype=next(dtype), **fields)
+        yield from _ops(f"normalizer-{name}", spec, index)
+        if kv.kind == "paged":
+            trained = _spec(next(group), (32, 48), mask=mask, dtype=next(dtype), **fields)
+            yield Case(
+                f"normalizer-{name}-backward", trained, "backward", (37, 0, 1), (37, 5, 70), seed=index, exact=True
+            )
+
+
+def _transform_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Rotations and norms of queries and keys."""
+    dtype, group = cycle(dtypes), cycle(GROUPS)
+    for index, (name, (dims, fields)) in enumerate(TRANSFORMS.items()):
+        kv = (ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16))[index % 3]
+        mask = (ag.Causal(), ag.Full())[index % 2]
+        spec = _spec(next(group), dims, mask=mask, kv=kv, dtype=next(dtype), **fields)
+        yield from _ops(f"transform-{name}", spec, index, strided=index % 4 == 1)
+        if kv.kind == "paged":
+            trained = _spec(next(group), dims, mask=mask, dtype=next(dtype), **fields)
+            yield Case(f"transform-{name}-backward", trained, "backward", (37, 0, 1), (37, 5, 70), seed=index)
+
+
+def _dropout_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Dropout, whose masks the oracle draws from the same counters."""
+    dtype, group = cycle(dtypes), cycle(GROUPS)
+    for index, (name, fields) in enumerate(DROPOUTS.items()):
+        kv = (ag.Contiguous(), ag.Ragged())[index % 2]
+        spec = _spec(next(group), (64, 64), mask=ag.Causal(), kv=kv, dtype=next(dtype), **fields)
+        yield Case(f"dropout-{name}", spec, "backward", *LENS[index % len(LENS)], seed=index, exact=name == "sink")
+    paged = _spec((4, 2), (64, 64), mask=ag.Causal(), kv=ag.Paged(page_size=8), dtype=dtypes[0], dropout=0.3)
+    yield Case("dropout-paged", paged, "prefill", (9, 30), (40, 30), seed=1)
 
 
 def _shipped_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:

@@ -31,6 +31,7 @@ class Case:
         qo_lens, kv_lens: tokens of each request; decode takes the longest qo_len for all.
         pages: how a paged cache is passed: ``table``, ``csr`` or ``stacked``.
         strided: pass views whose tokens and heads are not adjacent.
+        exact: also ask for deterministic gradients, twice.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     pages: str = "table"
     strided: bool = False
     seed: int = 0
+    exact: bool = False
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Call:
     kv: tuple[Any, ...]
     lengths: dict[str, torch.Tensor]
     params: dict[str, torch.Tensor]
+    stream: dict[str, torch.Tensor]
 
 
 def build_call(case: Case, device: str = "cpu") -> Call:
@@ -61,9 +64,24 @@ def build_call(case: Case, device: str = "cpu") -> Call:
     q = _queries(case, variant, generator, lengths)
     kv = _keys(case, variant, generator, lengths)
     params = {p.name: _param(p, case, variant, generator) for p in variant.params}
+    if variant.gate:
+        params[variant.gate] = _gate(case, variant, q, generator)
+    stream = {}
+    if variant.dropout:
+        numbers = torch.randint(-(2**62), 2**62, (2,), generator=generator)
+        stream = {"seed": numbers[:1].to(device), "offset": numbers[1:].to(device)}
     move = {name: t.to(device) for name, t in lengths.items()}
     place = tuple(tuple(_moved(x, device) for x in t) if isinstance(t, tuple) else _moved(t, device) for t in kv)
-    return Call(_moved(q, device), place, move, {name: t.to(device) for name, t in params.items()})
+    return Call(_moved(q, device), place, move, {name: t.to(device) for name, t in params.items()}, stream)
+
+
+def _gate(case: Case, variant: Variant, q: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random, NaN where q has padding."""
+    gate = _random((*q.shape[:-1], variant.head_dim_vo), variant.dtype, generator, case.strided)
+    if variant.q_layout == "padded":
+        for b, n in enumerate(case.qo_lens):
+            gate[b, n:] = float("nan")
+    return gate
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -184,7 +202,7 @@ def oracle_inputs(case: Case, call: Call) -> tuple[Variant, Inputs]:
     """The case as the oracle takes it, on the CPU."""
     variant = normalize(case.spec, case.op)
     kv = [tuple(x.cpu() for x in t) if isinstance(t, tuple) else t.cpu() for t in call.kv]
-    lengths = Lengths(**{name: t.cpu() for name, t in call.lengths.items()})
+    lengths = Lengths(**{name: t.cpu() for name, t in (call.lengths | call.stream).items()})
     params = {name: t.cpu() for name, t in call.params.items()}
     keys, values = (kv[0], None) if len(kv) == 1 else (kv[0], kv[1])
     return variant, collect_inputs(variant, case.spec.kv, call.q.cpu(), keys, values, lengths, params)
@@ -202,26 +220,30 @@ def run_case(case: Case, ops: ag.Ops, device: str = "cpu") -> Verdict:
     """Run a case and judge it."""
     call = build_call(case, device)
     variant, inputs = oracle_inputs(case, call)
-    exact_out, exact_lse = reference.forward(variant, inputs)
-    eager_out, eager_lse = reference.forward(variant, inputs, torch_dtype(variant.dtype))
+    exact, eager = (reference.rows(variant, inputs, dtype) for dtype in (torch.float64, torch_dtype(variant.dtype)))
     poison = torch.full(
         (*call.q.shape[:-1], variant.head_dim_vo), float("nan"), dtype=torch_dtype(variant.out_dtype), device=device
     )
     method = ops.decode if case.op == "decode" else ops.prefill
-    out, lse = method(call.q, *call.kv, **call.lengths, params=call.params, out=poison, return_lse=True)
+    options = call.lengths | call.stream
+    asked = {"return_lse": True, "return_max": True} if variant.is_softmax else {}
+    found = method(call.q, *call.kv, **options, params=call.params, out=poison, **asked)
+    out, *rows = found if asked else (found,)
     if (
         variant.q_layout == "padded"
         and "qo_lens" not in call.lengths
         and call.q.shape[1:2] == (1,)
         and case.op == "decode"
     ):
-        squeezed = method(call.q[:, 0], *call.kv, **call.lengths, params=call.params)
+        gate = {variant.gate: call.params[variant.gate][:, 0]} if variant.gate else {}
+        squeezed = method(call.q[:, 0], *call.kv, **call.lengths, params=call.params | gate)
         assert torch.equal(squeezed, out[:, 0])
     judge = _Judge(variant)
-    judge.compare("out", out, exact_out, eager_out)
-    judge.compare("lse", lse, exact_lse, eager_lse, dtype="fp32")
+    judge.compare("out", out, exact[0], eager[0])
+    for name, row, e, w in zip(("lse", "max"), rows, exact[1:], eager[1:], strict=False):
+        judge.compare(name, row, e, w, dtype="fp32")
     if case.op == "backward":
-        _judge_backward(judge, case, ops, call, variant, inputs, out, lse)
+        _judge_backward(judge, case, ops, call, variant, inputs, out, rows[0] if rows else None)
     return Verdict(judge.errors, tuple(judge.failures))
 
 
@@ -233,19 +255,41 @@ def _judge_backward(
     variant: Variant,
     inputs: Inputs,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
 ) -> None:
     generator = torch.Generator().manual_seed(case.seed + 2)
     dout = torch.randn(out.shape, generator=generator).to(out.dtype)
-    dlse = torch.randn(lse.shape, generator=generator) if case.seed % 2 == 0 else None
+    dlse = None if lse is None or case.seed % 2 else torch.randn(lse.shape, generator=generator)
     exact = reference.backward(variant, inputs, dout, dlse)
     eager = reference.backward(variant, inputs, dout, dlse, torch_dtype(variant.dtype))
     moved = None if dlse is None else dlse.to(out.device)
-    got = ops.backward(dout.to(out.device), call.q, *call.kv, out, lse, dlse=moved, **call.lengths, params=call.params)
+
+    def run(deterministic: bool) -> tuple[Any, ...]:
+        options = call.lengths | call.stream
+        return ops.backward(
+            dout.to(out.device),
+            call.q,
+            *call.kv,
+            out,
+            lse,
+            dlse=moved,
+            params=call.params,
+            deterministic=deterministic,
+            **options,
+        )
+
+    got = run(False)
     for name, g, e, w in zip(("dq", "dk", "dv"), got, exact, eager, strict=False):
         judge.compare(name, g, e, w)
+    assert got[3].keys() == exact[3].keys()
     for name, grad in got[3].items():
-        judge.compare(f"d_{name}", grad, exact[3][name], eager[3][name], dtype="fp32")
+        judge.compare(f"d_{name}", grad, exact[3][name], eager[3][name], None if name == variant.gate else "fp32")
+    if case.exact:
+        first, second = run(True), run(True)
+        for name, grad in first[3].items():
+            judge.compare(f"d_{name} exact", grad, exact[3][name], eager[3][name], dtype="fp32")
+            if not torch.equal(grad, second[3][name]):
+                judge.failures.append(f"d_{name}: deterministic runs differ")
 
 
 class _Judge:
