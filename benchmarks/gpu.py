@@ -179,42 +179,6 @@ def _flashinfer(
     return partial(wrapper.run, q, (k, v))
 
 
-def variants() -> list[Row]:
-    """Forward of modified attention, 2 x 16 heads x 8192, d 128, causal."""
-    length, heads = 8192, 16
-    q, k, v = (torch.randn(2, length, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
-    slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device="cuda") / heads)
-    window = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j <= 1023), None, None, length, length, device="cuda")
-    half = 2 * 2 * heads * length**2 * 128
-    band = 4 * 2 * heads * 128 * (1024 * length - 1024**2 / 2)
-    settings: tuple[tuple[str, dict[str, Any], dict[str, Any], float], ...] = (
-        ("window 1024", {"mask": ag.Causal() & ag.SlidingWindow(left=1023)}, {"block_mask": window}, band),
-        (
-            "soft cap 30",
-            {"mask": ag.Causal(), "score_mods": (ag.SoftCap(cap=30.0),)},
-            {"block_mask": causal_blocks(length), "score_mod": lambda s, b, h, i, j: 30 * torch.tanh(s / 30)},
-            half,
-        ),
-        (
-            "alibi",
-            {"mask": ag.Causal(), "score_mods": (ag.ALiBi(),)},
-            {"block_mask": causal_blocks(length), "score_mod": lambda s, b, h, i, j: s + slopes[h] * (j - i)},
-            half,
-        ),
-    )
-    rows = []
-    for name, fields, options, work in settings:
-        spec = ag.AttentionSpec(heads=ag.MHA(num_heads=heads, head_dim=128), **fields)
-        peer = partial(flex, qt, kt, vt, **options)
-        contenders = {
-            "attngen": partial(ag.compile(spec, backend="triton").prefill, q, k, v),
-            "flex": lambda peer=peer: peer().transpose(1, 2),
-        }
-        rows += timed(f"prefill {name} d128 s8192 b2", contenders, peer().transpose(1, 2), work, "TFLOP/s")
-    return rows
-
-
 def overhead() -> list[Row]:
     """Host time of one small call, launches included."""
     k, v, table = _paged(1, 1024, 8, 128, 16)
@@ -233,7 +197,7 @@ def overhead() -> list[Row]:
     return [Row("host time of a decode call", "attngen", ms, 0.0, "", 0.0)]
 
 
-GROUPS = {"prefill": prefill, "backward": backward, "decode": decode, "variants": variants, "overhead": overhead}
+GROUPS = {"prefill": prefill, "backward": backward, "decode": decode, "overhead": overhead}
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -12,9 +12,10 @@ from attngen.ops.checks import torch_dtype
 from attngen.schedule.plan import Arg, KernelPlan
 
 Value = torch.Tensor | int
+Values = dict[str, Value]
 
 
-def tensor_values(name: str, tensor: torch.Tensor) -> dict[str, Value]:
+def tensor_values(name: str, tensor: torch.Tensor) -> Values:
     """A tensor ``[(request or page,) token, head, dim]`` and its strides in elements; the request stride of a ragged one is 0."""
     strides = tensor.stride()
     request = strides[0] if tensor.dim() == 4 else 0
@@ -22,7 +23,7 @@ def tensor_values(name: str, tensor: torch.Tensor) -> dict[str, Value]:
     return {name: tensor, f"{name}_stride_b": request, f"{name}_stride_t": token, f"{name}_stride_h": head}
 
 
-def input_values(inputs: Inputs) -> dict[str, Value]:
+def input_values(inputs: Inputs) -> Values:
     """Values of everything that describes the inputs of a call."""
     values = tensor_values("q", inputs.q) | tensor_values("k", inputs.k) | tensor_values("v", inputs.v)
     values |= batch_values(inputs.batch)
@@ -36,15 +37,15 @@ def input_values(inputs: Inputs) -> dict[str, Value]:
     return values
 
 
-def map_values(inputs: Inputs) -> dict[str, Value]:
+def map_values(inputs: Inputs) -> Values:
     """Keys and values ``[request, head, token, dim]``, of which a kernel's tensor maps are made."""
     k, v = (x.transpose(-3, -2) for x in (inputs.k, inputs.v))
     return {"k_tiles": k, "v_tiles": v} if k.dim() == 4 else {"k_tiles": k[None], "v_tiles": v[None]}
 
 
-def batch_values(batch: Batch) -> dict[str, Value]:
+def batch_values(batch: Batch) -> Values:
     """Values of the lengths and index tensors; absent ones stay out and become dummies."""
-    values: dict[str, Value] = {
+    values: Values = {
         "batch": batch.batch,
         "qo_len": batch.qo_len,
         "kv_len": batch.kv_len,

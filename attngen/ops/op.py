@@ -6,13 +6,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from attngen.backends import reference
 from attngen.backends.base import Backend, Inputs, Launch
-from attngen.ops.binding import Value, input_values, map_values, ordered, tensor_values
+from attngen.ops.binding import Value, Values, input_values, map_values, ordered, tensor_values
 from attngen.ops.checks import torch_dtype
 from attngen.ops.param_sums import ParamSums
 from attngen.schedule.plan import KernelPlan, OpPlan
@@ -103,8 +103,7 @@ class Op:
         programs = tiles * (self.variant.num_kv_heads if plan.packed else self.variant.num_qo_heads)
         if plan.tiles.maps:
             values |= map_values(inputs)
-        if plan.lists:
-            self._launch_lists("key_lists", plan, inputs, values)
+        values |= self.tile_lists("key_lists", plan, inputs)
         num_splits = provided_splits(plan, inputs) if plan.split else 1
         if plan.split:
             values["num_splits"] = num_splits
@@ -137,7 +136,7 @@ class Op:
                 name: grad.to(inputs.params[name].dtype if name in inputs.params else inputs.q.dtype)
                 for name, grad in dparams.items()
             }
-        device, batch = inputs.q.device, inputs.batch
+        device = inputs.q.device
         kernels = self.load(device)
         values = input_values(inputs) | {"has_dlse": int(dlse is not None)}
         values |= tensor_values("dout", dout) | tensor_values("out", out)
@@ -150,18 +149,16 @@ class Op:
             self._launch_rows("delta", values, device)
             values |= sums.after_delta
         plan, launch = kernels["dkdv"]
-        tiles = tiles_of(plan.tiles.kv, batch.batch, batch.kv_len, batch.num_keys, plan.variant.kv_layout)
+        tiles = key_tiles(plan, inputs)
         programs = tiles * self.variant.num_kv_heads
         values |= {"num_tiles": tiles} | sums.norm_values("dk", programs)
-        if plan.lists:
-            self._launch_lists("query_lists", plan, inputs, values)
+        values |= self.tile_lists("query_lists", plan, inputs)
         launch(programs, ordered(plan, values, device))
         plan, launch = kernels["dq"]
         tiles = query_tiles(plan, inputs)
         programs = tiles * self.variant.num_qo_heads
         values |= {"num_tiles": tiles} | sums.norm_values("dq", programs)
-        if plan.lists:
-            self._launch_lists("key_lists", plan, inputs, values)
+        values |= self.tile_lists("key_lists", plan, inputs)
         if plan.gradients == "added":
             values |= sums.added_values()
         launch(programs, ordered(plan, values, device))
@@ -177,16 +174,22 @@ class Op:
         rows = int(values["num_tokens"]) * self.variant.num_qo_heads
         launch(-(-rows // plan.tiles.q), ordered(plan, values, device))
 
-    def _launch_lists(self, schedule: str, consumer: KernelPlan, inputs: Inputs, values: dict[str, Value]) -> None:
-        """Make the lists that ``consumer`` reads, and add them to ``values``."""
+    def tile_lists(self, schedule: Literal["key_lists", "query_lists"], consumer: KernelPlan, inputs: Inputs) -> Values:
+        """The lists of tiles that ``consumer`` reads, made on the device; nothing if it reads none."""
+        if not consumer.lists:
+            return {}
         device = inputs.q.device
         plan, launch = self.load(device)[schedule]
-        num_lists = int(values["num_tiles"]) * consumer.list_heads
+        tiles = query_tiles(consumer, inputs) if schedule == "key_lists" else key_tiles(consumer, inputs)
+        num_lists = tiles * consumer.list_heads
         capacity = list_capacity(consumer, schedule, inputs)
-        values["list_capacity"] = capacity
-        values["tile_list"] = torch.empty((num_lists, capacity), dtype=torch.int32, device=device)
-        values["tile_counts"] = torch.empty((num_lists, 2), dtype=torch.int32, device=device)
-        launch(num_lists, ordered(plan, values, device))
+        lists: Values = {
+            "list_capacity": capacity,
+            "tile_list": torch.empty((num_lists, capacity), dtype=torch.int32, device=device),
+            "tile_counts": torch.empty((num_lists, 2), dtype=torch.int32, device=device),
+        }
+        launch(num_lists, ordered(plan, input_values(inputs) | lists | {"num_tiles": tiles}, device))
+        return lists
 
 
 def tiles_of(tile: int, batch: int, padded_len: int, rows: int, layout: str) -> int:
@@ -199,6 +202,12 @@ def query_tiles(plan: KernelPlan, inputs: Inputs) -> int:
     pack = plan.variant.group_size if plan.packed else 1
     batch = inputs.batch
     return tiles_of(plan.tiles.q, batch.batch, batch.qo_len * pack, batch.num_tokens * pack, plan.variant.q_layout)
+
+
+def key_tiles(plan: KernelPlan, inputs: Inputs) -> int:
+    """Key tiles over all requests, as :func:`tiles_of`."""
+    batch = inputs.batch
+    return tiles_of(plan.tiles.kv, batch.batch, batch.kv_len, batch.num_keys, plan.variant.kv_layout)
 
 
 def provided_splits(plan: KernelPlan, inputs: Inputs) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attngen.backends.base import Inputs
-from attngen.ops.binding import Value, tensor_values
+from attngen.ops.binding import Values, tensor_values
 from attngen.ops.checks import torch_dtype
 from attngen.variant import Variant
 
@@ -18,16 +18,17 @@ class ParamSums:
 
     def __init__(self, variant: Variant, inputs: Inputs) -> None:
         self._variant, self._inputs, self._device = variant, inputs, inputs.q.device
-        self.after_delta: dict[str, Value] = {}
+        self.after_delta: Values = {}
         self._added: dict[str, torch.Tensor] = {}
         self._exact: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._norms: dict[str, torch.Tensor] = {}
         self._dsink: torch.Tensor | None = None
         self._dgate: torch.Tensor | None = None
 
-    def row_values(self, lse: torch.Tensor | None, dout: torch.Tensor) -> dict[str, Value]:
+    def row_values(self, lse: torch.Tensor | None, dout: torch.Tensor) -> Values:
         """What ``delta`` writes; :attr:`after_delta` is what the kernels after it then read instead."""
-        variant, values = self._variant, dict[str, Value]()
+        variant = self._variant
+        values: Values = {}
         if lse is not None:
             values["delta"] = self.after_delta["delta"] = torch.empty_like(lse)
             if variant.sink is not None:
@@ -41,7 +42,7 @@ class ParamSums:
             self.after_delta |= tensor_values("dout", gated)
         return values
 
-    def norm_values(self, side: str, programs: int) -> dict[str, Value]:
+    def norm_values(self, side: str, programs: int) -> Values:
         """Parts of the gradient of the weight of queries (``dq``) or keys (``dk``), where they have one."""
         weight = self._variant.norm_weights[side == "dk"]
         if weight is None:
@@ -50,19 +51,19 @@ class ParamSums:
         self._norms[side] = torch.zeros(shape, dtype=torch.float32, device=self._device)
         return {f"partial_{side}_norm": self._norms[side]}
 
-    def added_values(self) -> dict[str, Value]:
+    def added_values(self) -> Values:
         """fp32 accumulators of atomic additions."""
         for param in self._variant.gradient_params:
             shape = self._inputs.params[param.name].shape
             self._added[param.name] = torch.zeros(shape, dtype=torch.float32, device=self._device)
         return {f"d_{p.symbol}": self._added[p.name] for p in self._variant.gradient_params}
 
-    def exact_values(self, pass_idx: int) -> dict[str, Value]:
+    def exact_values(self, pass_idx: int) -> Values:
         """Accumulators of integers: pass 0 finds the largest contribution, which fixes the unit in which pass 1 adds.
 
         The unit leaves room for as many contributions of that size as one element can get, so no sum overflows.
         """
-        values: dict[str, Value] = {}
+        values: Values = {}
         for param in self._variant.gradient_params:
             if pass_idx == 0:
                 top = torch.zeros(1, dtype=torch.float32, device=self._device)
