@@ -16,7 +16,7 @@ import torch
 
 from attngen.errors import ArgumentError
 from attngen.ir.evaluate import evaluate
-from attngen.ir.expr import Binary, Const, Expr, Unary, and_, not_, or_, params
+from attngen.ir.expr import Binary, Const, Expr, Size, Unary, and_, not_, or_, params
 from attngen.ir.scalar import Number, evaluate_scalar
 from attngen.schedule import KernelPlan
 from attngen.variant import Variant

@@ -70,6 +70,39 @@ SCORES = {
     "undefined-at-0": (signed_root,),
     "undefined-above": (log_distance,),
 }
+PRIMITIVE_MASKS = {
+    "prefix": ag.PrefixLM("prefix_len"),
+    "documents": ag.Causal() & ag.Document("doc_ids"),
+    "chunked": ag.Causal() & ag.Chunked(24),
+    "blocks-ahead": ag.Causal() | ag.Chunked(16),
+    "dilated": ag.SlidingWindow(left=30, right=30) & ag.Dilated(3),
+    "streaming": ag.Causal() & (ag.SlidingWindow(left=20) | ag.GlobalTokens(4)),
+    "longformer": ag.SlidingWindow(left=9, right=9) | ag.GlobalTokens(3, both=True),
+    "tree": ag.Causal() & ag.Tree("ancestors"),
+    "tree-packed": ag.Causal() & ag.Tree("ancestors", packed=True),
+    "dense": ag.Dense("mask"),
+    "dense-packed": ag.Causal() & ag.Dense("mask", packed=True),
+    "block-sparse": ag.Causal() & ag.BlockSparse("blocks", 16, 32),
+    "block-sparse-each": ag.BlockSparse("blocks", 32, 16, per_request=True),
+    "images": ag.Causal() | ag.ImageSpans("span_ids"),
+    "diffusion": ag.BlockDiffusion(8),
+    "neighborhood-1d": ag.Neighborhood((130,), 9, 2),
+    "neighborhood-2d": ag.Neighborhood((10, 13), (3, 5)),
+    "neighborhood-3d": ag.Neighborhood((5, 4, 7), (3, 3, 2), causal=(True, False, False)),
+}
+PRIMITIVE_SCORES = {
+    "t5-encoder": (ag.RelativeBias(bidirectional=True), ag.Full()),
+    "t5-decoder": (ag.RelativeBias(num_buckets=16, max_distance=50), ag.Causal()),
+    "pair-bias": (ag.DenseBias("bias"), ag.Full()),
+    "pair-bias-16bit": (ag.DenseBias("bias", dtype="bf16"), ag.Causal()),
+    "forgetting": (ag.Forgetting("c"), ag.Causal()),
+    "gain": (ag.Temperature("gain"), ag.Causal()),
+    "llama4": (ag.Temperature(floor_scale=24), ag.Causal()),
+    "log-n": (ag.Temperature(train_len=32), ag.Causal()),
+    "kerple-log": (ag.Kerple("log"), ag.Causal()),
+    "kerple-power": (ag.Kerple("power"), ag.Full()),
+    "fire": (ag.Fire(4), ag.Causal()),
+}
 # One expression a head, so that one kernel checks eight spellings; the mask leaves each query one key, and lse is its logit.
 SPELLINGS = (
     (
@@ -129,6 +162,7 @@ def corpus(dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> list[Case]:
     """All cases, each with a unique name."""
     groups = (
         _mask_cases,
+        _primitive_cases,
         _head_cases,
         _storage_cases,
         _normalizer_cases,
@@ -189,6 +223,20 @@ def _mask_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         yield from _ops(
             f"score-{name}", _spec((3, 1), (32, 32), mask=mask, score_mods=mods, kv=kv, dtype=next(dtype)), index
         )
+
+
+def _primitive_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Each primitive in decode, and in chunked prefill with gradients or over pages."""
+    storage = cycle((ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16)))
+    variants = [(f"mask-{name}", mask, ()) for name, mask in PRIMITIVE_MASKS.items()]
+    variants += [(f"score-{name}", mask, (mod,)) for name, (mod, mask) in PRIMITIVE_SCORES.items()]
+    for index, (name, mask, mods) in enumerate(variants):
+        kv = next(storage)
+        spec = _spec((2, 1), (16, 16), mask=mask, score_mods=mods, kv=kv, dtype=dtypes[index % len(dtypes)])
+        yield from _ops(name, spec, index)
+        if mods and kv.kind == "paged" and any(param.dtype != "i32" for param in mods[0].params()):
+            trained = _spec((2, 1), (16, 16), mask=mask, score_mods=mods, dtype=dtypes[0])
+            yield Case(f"{name}-training", trained, "backward", *LENS[1], seed=index)
 
 
 def _head_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
