@@ -23,7 +23,7 @@ from attngen.compiler import plan_op
 from attngen.doctor import examine, local_backend, local_target
 from attngen.errors import ArgumentError, AttngenError, UnsupportedError
 from attngen.explain import Request, Section, Stage, declared, explain
-from attngen.picture import TileMap, read_parameter, save_png, telling_length, terminal_picture
+from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
 from attngen.settings import Settings
 from attngen.spec import AttentionSpec, load_spec, shipped_specs
 from attngen.store import Artifact, Store
@@ -236,18 +236,24 @@ def show(
         )
     kernel = plan.kernel("forward")
     keys = max(qo_len or 0, telling_length(plan.variant.mask)) if kv_len is None else kv_len
+    queries = keys if qo_len is None else qo_len
+    given = dict(read_parameter(text) for text in param or ())
+    samples = sample_parameters(spec, queries, keys, request + 2) if queries > 0 else {}
+    drawn = sorted(samples.keys() - given.keys())
     tiles = TileMap(
         kernel,
-        keys if qo_len is None else qo_len,
+        queries,
         keys,
         kernel.tiles.q if tile_q is None else tile_q,
         kernel.tiles.kv if tile_kv is None else tile_kv,
         head,
         request,
-        dict(read_parameter(text) for text in param or ()),
+        samples | given,
     )
     console = _console()
     console.print(terminal_picture(tiles, console.width, colour=console.color_system is not None), soft_wrap=True)
+    if drawn:
+        console.print(f"sample values of {', '.join(drawn)}: pass others with --param", soft_wrap=True)
     if output is not None:
         save_png(tiles, output, _name(spec, source))
         console.print(f"wrote {output}", soft_wrap=True)

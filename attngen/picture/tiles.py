@@ -171,7 +171,8 @@ class TileMap:
         span = self.plan.keys
         first = self.first_q_pos + start
         last = self.first_q_pos + min(start + self.tile_q, self.qo_len) - 1
-        env = {"b": self.request, "h": self.head, "q0": first, "q1": last, "qo_len": self.qo_len, "kv_len": self.kv_len}
+        env: dict[object, int] = {"b": self.request, "h": self.head, "q0": first, "q1": last}
+        env |= {"qo_len": self.qo_len, "kv_len": self.kv_len, **self._sizes}
         lo, hi = self._bound(span.lo, 0, env), self._bound(span.hi, self.kv_len - 1, env)
         full_lo, full_hi = self._bound(span.full_lo, 0, env), self._bound(span.full_hi, self.kv_len - 1, env)
         has_full = span.has_full and not self._unknown(span.full_lo) and not self._unknown(span.full_hi)
@@ -188,7 +189,11 @@ class TileMap:
 
         return tuple(name(k0) for k0 in range(0, self.kv_len, self.tile_kv))
 
-    def _bound(self, bound: Expr | None, unbounded: int, env: Mapping[str, int]) -> int:
+    @cached_property
+    def _sizes(self) -> dict[object, int]:
+        return {Size(name, axis): n for name, tensor in self.params.items() for axis, n in enumerate(tensor.shape)}
+
+    def _bound(self, bound: Expr | None, unbounded: int, env: Mapping[object, int]) -> int:
         if bound is None or self._unknown(bound):
             return unbounded
         return int(evaluate_scalar(bound, env, self._load))
