@@ -19,7 +19,8 @@ from attngen.variant import OpName, Variant, normalize
 # twice as much: eager torch keeps the weights, while kernels recompute them from an lse that is rounded to fp32.
 FACTOR = 4.0
 GRADIENT_FACTOR = 8.0
-POSITIVE = ("kerple_r1", "kerple_r2")  # parameters whose mod has no meaning below 0
+# Parameters whose mod asks for more than any number: drawn evenly from these ranges.
+RANGES = {"kerple_r1": (0.1, 1.0), "kerple_r2": (0.1, 1.0), "fire_len": (20.0, 40.0)}
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,12 @@ def _param(param: Any, case: Case, variant: Variant, generator: torch.Generator)
         return torch.randint(0, 2 if param.dtype == "bool" else 5, shape, generator=generator).to(
             torch_dtype(param.dtype)
         )
-    values = torch.randn(shape, generator=generator).mul(0.3)
-    return (values.abs() + 0.1 if param.name in POSITIVE else values).to(torch_dtype(param.dtype))
+    if param.name in RANGES:
+        low, high = RANGES[param.name]
+        values = torch.rand(shape, generator=generator) * (high - low) + low
+    else:
+        values = torch.randn(shape, generator=generator) * 0.3
+    return values.to(torch_dtype(param.dtype))
 
 
 def _indptr(lens: Sequence[int]) -> torch.Tensor:
