@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.ir.differentiate import differentiate, param_gradients
-from attngen.ir.expr import SCORE, TRUE, Const, Expr, Load
+from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load
 from attngen.schedule.plan import KernelPlan
 
 
@@ -37,7 +39,11 @@ class Emit:
         """Any expression; ``qo_len`` and ``kv_len`` spell themselves."""
         return self._printer(names).print(expr)
 
-    def _printer(self, names: dict[str, str]) -> Printer:
+    def bound(self, expr: Expr, extents: Mapping[Extent, str], /, **names: str) -> str:
+        """A bound of a tile that data decide: ``extents`` spells the extents of its loads, ``names`` the coordinates."""
+        return self._printer({**names, **extents}).print(expr)
+
+    def _printer(self, names: Mapping[Any, str]) -> Printer:
         return Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
 
     @property

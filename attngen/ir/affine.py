@@ -1,8 +1,8 @@
 """Integer expressions as sums ``n1 * atom1 + n2 * atom2 + ... + constant``.
 
-Equal atoms cancel, which is what makes bounds of ``q - k`` or ``q - (q - 3)`` tight. The positions of a tile are
-ordered, ``q0 <= q1`` and ``k0 <= k1``, and :meth:`Affine.is_nonnegative` knows it. Arithmetic is exact: positions times
-coefficients are taken to stay within int32, as they must in kernels.
+Equal atoms cancel, which is what makes bounds of ``q - k`` or ``q - (q - 3)`` tight. The positions of a tile are ordered,
+``q0 <= q1`` and ``k0 <= k1``, as are the extents of a load, and :meth:`Affine.is_nonnegative` knows it. Arithmetic is exact:
+positions times coefficients are taken to stay within int32, as they must in kernels.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from attngen.ir.expr import (
     Const,
     Coord,
     Expr,
+    Extent,
     Select,
     Unary,
     and_,
     binary,
     compare,
+    not_,
     or_,
     select,
     unary,
@@ -135,6 +137,16 @@ class Affine:
             total = binary("add" if const > 0 else "sub", total, abs(const))
         return total
 
+    def most(self) -> int | None:
+        """A constant that the sum never exceeds."""
+        total = self.const
+        for atom, n in self.terms:
+            end = _limits(atom)[1 if n > 0 else 0]
+            if end is None:
+                return None
+            total += n * end
+        return total
+
     def is_nonnegative(self) -> bool:
         """Whether the sum is provably at least 0 for every tile."""
         left = _cancel_quotients(self)
@@ -145,7 +157,8 @@ class Affine:
                 if n % m == 0:  # m * (x // m) lies in x - (m - 1) .. x
                     left = left.without(atom) + x * (n // m) - max(0, (n // m) * (m - 1))
         terms = dict(left.terms)
-        for high, low in _ORDERED:
+        extents = [(a, Extent(a.load, "lo")) for a in terms if isinstance(a, Extent) and a.end == "hi"]
+        for high, low in (*_ORDERED, *extents):
             both = min(terms.get(high, 0), -terms.get(low, 0))
             if both > 0:
                 terms[high] -= both
@@ -213,7 +226,11 @@ def nonnegative(form: Affine) -> Expr:
 
 
 def _opened(form: Affine) -> Expr | None:
-    """A sum with one minimum or maximum as two comparisons."""
+    """A sum with one minimum or maximum as two comparisons; a choice of constants as its condition."""
+    match form.terms:
+        case ((Select(condition, Const(first), Const(second)), n),):
+            above, below = (n * int(value) + form.const >= 0 for value in (first, second))
+            return or_(and_(condition, above), and_(not_(condition), below))
     extremes = [(a, n) for a, n in form.terms if isinstance(a, Binary) and a.op in ("min", "max")]
     if len(extremes) != 1:
         return None

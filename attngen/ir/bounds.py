@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from attngen.ir.affine import Affine, choose, is_small, is_zero, largest, nonnegative, smallest
 from attngen.ir.expr import (
@@ -15,6 +16,8 @@ from attngen.ir.expr import (
     Const,
     Coord,
     Expr,
+    Extent,
+    Load,
     Select,
     Unary,
     and_,
@@ -28,6 +31,12 @@ from attngen.ir.expr import (
 
 OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 UNIFORM = frozenset({"b", "h", "qo_len", "kv_len"})
+_ENDS: tuple[Literal["lo", "hi"], ...] = ("lo", "hi")
+
+
+def position_axes(load: Load) -> frozenset[str]:
+    """Which of ``q`` and ``k`` the indices of a load depend on."""
+    return coords(load) & {"q", "k"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +65,13 @@ class Bounds:
         ranges: coordinate name -> its first and last value.
         uniform: coordinates with one value in the tile. Others, ``h`` among them, are only known not to be negative,
             and ``q`` and ``k`` not even that.
+        extents: an i32 or bool load indexed by position lies between its two :class:`Extent`; else it may be anything.
     """
 
-    def __init__(self, ranges: Mapping[str, tuple[Coord, Coord]], uniform: frozenset[str]) -> None:
-        self.ranges, self.uniform = ranges, uniform
+    def __init__(
+        self, ranges: Mapping[str, tuple[Coord, Coord]], uniform: frozenset[str], *, extents: bool = False
+    ) -> None:
+        self.ranges, self.uniform, self.extents = ranges, uniform, extents
         self._intervals: dict[Expr, Interval] = {}
         self._truths: dict[Expr, Truth] = {}
 
@@ -94,10 +106,14 @@ class Bounds:
         match atom:
             case Coord(name):
                 return self._coordinate(name)
+            case Load() if self.extents and position_axes(atom):
+                return Interval(*(Affine(((Extent(atom, end), 1),), 0) for end in _ENDS))
             case Binary("floordiv", x, Const(m)) if m:
                 return _quotient(self.of(x), int(m))
             case Binary("shr", x, _):
                 return _towards_zero(self.of(x))
+            case Binary("mod", Binary("shr", x, n), Const(m)) if m > 1:
+                return self._bits(x, n, int(m)) or _remainder(self.of(atom.x), int(m))
             case Binary("mod", x, Const(m)) if m:
                 return _remainder(self.of(x), int(m))
             case Binary("mul", x, y):
@@ -120,6 +136,16 @@ class Bounds:
             first, last = self.ranges[name]
             return Interval(Affine(((first, 1),), 0), Affine(((last, 1),), 0))
         return UNBOUNDED if name in ("q", "k") else Interval(Affine((), 0), None)
+
+    def _bits(self, word: Expr, count: Expr, m: int) -> Interval | None:
+        """``(word >> count) % m`` for a power of two: 0 of a word of zeros, ``m - 1`` of one whose bits in reach are all set."""
+        most, size, ends = Affine.of(count).most(), m.bit_length() - 1, self.of(word)
+        if m != 1 << size or most is None or most + size > 30 or ends.lo is None or ends.hi is None:
+            return None
+        ones, none, every = (1 << (max(most, 0) + size)) - 1, Affine((), 0), Affine((), m - 1)
+        is_zero_word = and_(nonnegative(ends.lo), nonnegative(ends.hi * -1))
+        is_full_word = and_(nonnegative(ends.lo - ones), nonnegative(ends.hi * -1 + ones))
+        return Interval(choose(is_full_word, every, none), choose(is_zero_word, none, every))
 
     def _square(self, x: Expr) -> Interval:
         size = _absolute(self.of(x))
@@ -158,6 +184,9 @@ class Bounds:
                 return self.comparison(op, Affine.of(cast(x, "i32")) - Affine.of(cast(y, "i32")))
             case Cast(x, "bool") if x.type == "i32":
                 return self.comparison("ne", Affine.of(x))
+            case Load() if self.extents and position_axes(expr) and expr.type == "bool":
+                low, high = (compare("ne", Extent(expr, end), 0) for end in _ENDS)
+                return Truth(high, low)
         return Truth(expr, expr) if self.is_uniform(expr) else UNKNOWN
 
     def comparison(self, op: str, difference: Affine) -> Truth:

@@ -7,12 +7,12 @@ floor; integer ``x // 0`` and ``x % 0`` give 0, so that an unselected branch can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from attngen.errors import ArgumentError
-from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Load, Local, Select, Size, Type, Unary
+from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Size, Type, Unary
 
 _TORCH_NAMES = {"not": "logical_not", "and": "logical_and", "or": "logical_or", "min": "minimum", "max": "maximum"}
 
@@ -40,6 +40,17 @@ def evaluate(
     tensors = [v for v in (*env.values(), *params.values()) if isinstance(v, torch.Tensor)]
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     return _Evaluator(env, params, dtype, device).value(expr)
+
+
+def extents(
+    loads: Iterable[Load], env: Mapping[str, torch.Tensor | int | float], params: Mapping[str, torch.Tensor]
+) -> dict[Extent, int]:
+    """Least and greatest value of each i32 or bool load over the coordinates of ``env``, those of one tile."""
+    found = {}
+    for load in loads:
+        values = evaluate(load, env, params)
+        found[Extent(load, "lo")], found[Extent(load, "hi")] = int(values.min()), int(values.max())
+    return found
 
 
 class _Evaluator:

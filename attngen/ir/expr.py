@@ -15,9 +15,9 @@ Grammar (every node is frozen, hashable and typed)::
             | Cast(x, type)                  i32 f32 bool
     type    = "bool" | "i32" | "f32"
 
-Positions and indices are ``i32``, values ``f32``; ``//`` and ``%`` floor as in Python. ``>>`` is the
-arithmetic shift of an ``i32``; counts are clamped to 0 .. 31, so that none is undefined. The functions at the end build nodes with
-type promotion (bool -> i32 -> f32) and nothing else; algebra lives in passes.
+Positions and indices are ``i32``, values ``f32``; ``//`` and ``%`` floor as in Python. ``>>`` is the arithmetic shift of an
+``i32``; counts are clamped to 0 .. 31, so that none is undefined. The functions at the end build nodes with type promotion
+(bool -> i32 -> f32) and nothing else; algebra lives in passes.
 """
 
 from __future__ import annotations

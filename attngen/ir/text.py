@@ -23,7 +23,9 @@ from attngen.ir.expr import (
     Const,
     Coord,
     Expr,
+    Extent,
     Load,
+    Local,
     Select,
     Size,
     Type,
@@ -82,8 +84,10 @@ def _print(expr: Expr) -> tuple[str, int]:
         case Const(value):
             text = repr(value)
             return text, _UNARY_LEVEL if text.startswith("-") else _ATOM
-        case Coord(name):
+        case Coord(name) | Local(name):  # a local is for people to read: no text makes one
             return name, _ATOM
+        case Extent(load, end):
+            return f"{end}({_at(load, 0)})", _ATOM
         case Load(param, indices):
             return (f"{param}[{', '.join(_at(i, 0) for i in indices)}]" if indices else param), _ATOM
         case Size(param, axis):

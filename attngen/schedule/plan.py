@@ -70,7 +70,7 @@ class KernelPlan:
         args: kernel arguments in order.
         keys: keys that a query tile ``[q0, q1]`` can see.
         queries: queries that see a key tile ``[k0, k1]``.
-        tile: none/some/all of one tile.
+        tile: none/some/all of one tile; with ``lists``, by the extents of ``tile.loads`` too.
         lists: which tiles to visit is read from lists that another kernel has made, because only the mask's data tell.
         list_heads: lists a tile: 1 if the mask is the same for all heads, else one a query head.
         gradients: how parameter gradients are summed: ``added`` by fp32 additions in any order, ``exact`` as integers; empty: they

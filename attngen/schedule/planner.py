@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-from attngen.ir.expr import FALSE, TRUE, Expr, coords
+from attngen.ir.expr import Expr, coords
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
@@ -43,9 +43,7 @@ def plan_kernel(
     """
     lists = has_lists(variant, backend) and not split and schedule not in ("merge", "delta")
     per_head = not packed and (schedule != "dkdv" or lists)
-    keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM)
-    if split and has_lists(variant, backend):
-        tile = TileClass(TRUE, FALSE)  # what its data would tell is not asked
+    keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)
     if tiles is None:
         transformed = variant.rope is not None or variant.qk_norm is not None
         plain = not (transformed or lists or variant.dropout)
@@ -85,6 +83,6 @@ def has_lists(variant: Variant, backend: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _visibility(mask: Expr, uniform: frozenset[str]) -> tuple[Span, Span, TileClass]:
+def _visibility(mask: Expr, uniform: frozenset[str], *, extents: bool) -> tuple[Span, Span, TileClass]:
     """What tiles see, worked out once for all kernels of a mask."""
-    return key_span(mask, uniform), query_span(mask, uniform), classify(mask, uniform)
+    return key_span(mask, uniform), query_span(mask, uniform), classify(mask, uniform, extents=extents)

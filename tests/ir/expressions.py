@@ -35,6 +35,8 @@ PARAMS = (
     Param("lengths", ("batch",), "i32"),
     Param("doc_ids", ("batch", "max_kv_len"), "i32"),
     Param("flags", ("num_qo_heads",), "bool"),
+    Param("pattern", ("rows", "columns"), "bool"),
+    Param("bits", ("rows", "bytes"), "u8"),
 )
 TENSORS = {
     "bias": torch.tensor([0.5, -1.25, 2.0], dtype=torch.float64),
@@ -42,6 +44,10 @@ TENSORS = {
     "lengths": torch.tensor([3, 7], dtype=torch.int32),
     "doc_ids": torch.tensor([[0, 0, 1, 1, 1, 2, 2, 5], [0, 1, 1, 1, 1, 1, 4, 4]], dtype=torch.int32),
     "flags": torch.tensor([True, False, True]),
+    "pattern": torch.tensor([[True, True, False, False], [False, False, True, True], [False, True, False, True]]),
+    "bits": torch.tensor(
+        [[255, 0], [255, 255], [129, 7], [0, 255], [0, 0], [254, 1], [85, 170], [255, 255]], dtype=torch.uint8
+    ),
 }
 
 
@@ -112,7 +118,7 @@ class _Grower:
             "coord",
             "const",
             "load",
-            *(["sum", "sum", "neg", "quotient", "shift", "where", "bool", "doc"] if depth >= 0 else []),
+            *(["sum", "sum", "neg", "quotient", "shift", "where", "bool", "doc", "bit"] if depth >= 0 else []),
             *(["trunc"] if depth >= 0 and self.trees.truncation else []),
         )
         match rule:
@@ -135,7 +141,10 @@ class _Grower:
             case "bool":
                 return cast(self.boolean(depth - 1), "i32")
             case "doc":
-                return Load("doc_ids", (self.i32(depth - 1), self.i32(depth - 1)), "i32")
+                return Load(self.pick("doc_ids", "bits"), (self.i32(depth - 1), self.i32(depth - 1)), "i32")
+            case "bit":
+                word, count = Load("bits", (self.i32(depth - 1), self.i32(depth - 1)), "i32"), self.i32(depth - 1)
+                return binary("mod", binary("shr", word, binary("mod", count, 8)), self.pick(2, 4))
         value = self.f32(depth - 1)
         return cast(SCORE if isinstance(value, Const) else value, "i32")
 
@@ -143,7 +152,7 @@ class _Grower:
         rule = self.pick(
             "const",
             "load",
-            *(["compare"] * 4 + ["same", "logic", "fold", "not", "where", "cast"] if depth >= 0 else []),
+            *(["compare"] * 4 + ["same", "logic", "fold", "not", "where", "cast", "table"] if depth >= 0 else []),
             *(["float", "trunc"] if depth >= 0 and self.trees.truncation else []),
         )
         match rule:
@@ -151,6 +160,8 @@ class _Grower:
                 return Const(self.draw(st.booleans()))
             case "load":
                 return Load("flags", (H,), "bool")
+            case "table":
+                return Load("pattern", (self.i32(depth - 1), self.i32(depth - 1)), "bool")
             case "compare":
                 return compare(self.pick(*COMPARISONS), self.i32(depth - 1), self.i32(depth - 1))
             case "same":

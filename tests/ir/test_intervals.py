@@ -7,9 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attngen.ir.evaluate import evaluate
-from attngen.ir.expr import Coord, H, K, Q
-from attngen.ir.intervals import UNIFORM, classify, evaluate_scalar, key_span, query_span
+from attngen.ir.evaluate import evaluate, extents
+from attngen.ir.expr import Coord, Extent, H, K, Local, Q, substitute
+from attngen.ir.intervals import (
+    UNIFORM,
+    classify,
+    data_loads,
+    evaluate_scalar,
+    key_span,
+    position_axes,
+    query_span,
+)
 from attngen.ir.text import parse, to_text
 from tests.ir.expressions import PARAMS, TENSORS, Trees, element, stable
 
@@ -28,6 +36,12 @@ def grid(mask, h):
     return evaluate(mask, env, TENSORS).expand(len(GRID), len(GRID))
 
 
+def pairs(q0, q1, k0, k1, heads):
+    """All pairs of a tile."""
+    h, q, k = torch.tensor(heads).view(-1, 1, 1), torch.arange(q0, q1 + 1)[:, None], torch.arange(k0, k1 + 1)
+    return {**POINT, "h": h, "q": q, "k": k}
+
+
 def part(table, first, last):
     return table[first - START : last + 1 - START]
 
@@ -44,6 +58,7 @@ def check_classes(mask, uniform=UNIFORM):
         for q0, q1, k0, k1 in TILES:
             env = {"b": 1, "qo_len": 5, "kv_len": 9, "q0": q0, "q1": q1, "k0": k0, "k1": k1}
             env |= {"h": h} if "h" in uniform else {}
+            env |= extents(tile.loads, pairs(q0, q1, k0, k1, h if "h" in uniform else HEADS), TENSORS)
             some, every = evaluate_scalar(tile.any, env, element), evaluate_scalar(tile.all, env, element)
             block = part(part(visible, q0, q1).T, k0, k1)
             assert some or not block.any()
@@ -119,6 +134,14 @@ PIECES = st.one_of(
             "flags[h]",
             "where(h < 1, q >= k, q - k <= 2)",
             "(doc_ids[b, q] == doc_ids[b, k])",
+            "(doc_ids[b, q] >= 2)",
+            "(doc_ids[b, k] - doc_ids[b, q] < 2)",
+            "(doc_ids[b, doc_ids[b, q]] <= doc_ids[b, k // 2])",
+            "pattern[q // 2, k // 3]",
+            "(pattern[h, q] == pattern[h, k])",
+            "((bits[q, k >> 3] >> (k % 8)) % 2 == 1)",
+            "((bits[q, k // 4] >> (k % 4)) % 4 != 3)",
+            "(bits[q, 0] >> 5 < (bits[k, 1] >> h))",
             "((q - k >= 0) == (h < 1))",
             "bool(maximum(0, q - k))",
             "(q * q >= k)",
@@ -209,7 +232,6 @@ def test_query_spans_are_tight(text, visible, full, exact):
         ("k < lengths[b]", "lengths[b] > k0", "lengths[b] > k1"),
         ("(h < 4) | (q >= k)", "(h <= 3) | (q1 >= k0)", "(h <= 3) | (q0 >= k1)"),
         ("flags[h]", "flags[h]", "flags[h]"),
-        ("doc_ids[b, q] == doc_ids[b, k]", "True", "False"),
         ("bias[h] < 0.5", "bias[h] < 0.5", "bias[h] < 0.5"),
         ("q * 1.0 < k", "True", "False"),
         ("q - q >= 0", "True", "True"),
@@ -243,3 +265,70 @@ def test_nesting_does_not_explode():
     many = parse(" | ".join(f"((k >= q - {9 * n}) & (k <= q + {n}))" for n in range(1, 60)))
     assert len(to_text(key_span(many).full_lo)) < 4000
     check_spans(many)
+
+
+def spelled(expr):
+    """Text of a bound: extents as ``<parameter>_<axes>_<end>``."""
+    nodes = {node for node in expr.walk() if isinstance(node, Extent)}
+    names = {e: Local(f"{e.load.param}_{''.join(sorted(position_axes(e.load)))}_{e.end}", "i32") for e in nodes}
+    return to_text(substitute(expr, names))
+
+
+@pytest.mark.parametrize(
+    ("text", "some", "every"),
+    [
+        (
+            "doc_ids[b, q] == doc_ids[b, k]",
+            "(doc_ids_q_hi >= doc_ids_k_lo) & (doc_ids_k_hi >= doc_ids_q_lo)",
+            "(doc_ids_q_lo >= doc_ids_k_hi) & (doc_ids_k_lo >= doc_ids_q_hi)",
+        ),
+        ("doc_ids[b, k] >= 0", "doc_ids_k_hi >= 0", "doc_ids_k_lo >= 0"),
+        ("~pattern[q // 8, k // 8]", "pattern_kq_lo == 0", "pattern_kq_hi == 0"),
+        (
+            "(bits[q, k >> 3] >> (k % 8)) % 2 == 1",
+            "~((bits_kq_lo >= 0) & (bits_kq_hi <= 0))",
+            "(bits_kq_lo > 254) & (bits_kq_hi <= 255)",
+        ),
+        ("doc_ids[b, doc_ids[b, k]] != 1", "~((doc_ids_k_lo > 0) & (doc_ids_k_hi <= 1))", None),
+        ("bias[q] < 0.5", "True", "False"),
+    ],
+)
+def test_classes_of_data_are_tight(text, some, every):
+    tile = classify(parse(text, PARAMS))
+    assert spelled(tile.any) == some
+    assert every is None or spelled(tile.all) == every
+    assert classify(parse(text, PARAMS), extents=False).loads == ()
+
+
+def test_loads_that_decide():
+    mask = parse("(doc_ids[b, q] == doc_ids[b, k]) & (k < lengths[b]) & (pattern[q, k] | (bias[k] > 0.0))", PARAMS)
+    loads = data_loads(mask)
+    assert [(to_text(load), "".join(sorted(position_axes(load)))) for load in loads] == [
+        ("doc_ids[b, q]", "q"),
+        ("doc_ids[b, k]", "k"),
+        ("pattern[q, k]", "kq"),
+    ]
+    assert extents(loads[:2], {"b": 1, "q": torch.arange(4, 9), "k": torch.arange(0, 3)}, TENSORS) == {
+        Extent(loads[0], "lo"): 0,  # outside the table
+        Extent(loads[0], "hi"): 4,
+        Extent(loads[1], "lo"): 0,
+        Extent(loads[1], "hi"): 1,
+    }
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_packed_bits_are_decided_by_the_byte(size):
+    """Tiles of a packed mask whose bytes are all zeros or all ones are skipped and taken whole."""
+    bits = torch.zeros(64, 8, dtype=torch.uint8)
+    bits[:32, :4], bits[32:, 4:] = 255, 255
+    bits[0, 0] = 254
+    tile = classify(parse("(bits[q, k >> 3] >> (k % 8)) % 2 == 1", PARAMS))
+    found = {"none": 0, "some": 0, "all": 0}
+    for q0 in range(0, 64, size):
+        for k0 in range(0, 64, size):
+            env = {"q0": q0, "q1": q0 + size - 1, "k0": k0, "k1": k0 + size - 1}
+            env |= extents(tile.loads, pairs(q0, q0 + size - 1, k0, k0 + size - 1, 0), {"bits": bits})
+            some, every = evaluate_scalar(tile.any, env), evaluate_scalar(tile.all, env)
+            found["all" if every else "some" if some else "none"] += 1
+    half = (64 // size) ** 2 // 2
+    assert found == {"none": half, "some": 1, "all": half - 1}
