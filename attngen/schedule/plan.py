@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attngen.ir.intervals import Span, TileClass
+from attngen.schedule.rotation import Turns, turns
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
@@ -97,6 +98,12 @@ class KernelPlan:
     lists: bool = False
     list_heads: int = 1
     gradients: Literal["", "added", "exact"] = ""
+
+    @property
+    def turns(self) -> Turns | None:
+        """Frequencies of the rotation; ``None`` where there is none, or a table has them."""
+        rope = self.variant.rope
+        return None if rope is None or rope.table is not None else turns(rope)
 
 
 @dataclass(frozen=True)
