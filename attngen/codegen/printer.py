@@ -108,6 +108,9 @@ class Printer:
                 sign, level = _INFIX[op]
                 right_context = level + 1 if op in ("sub", "div") or y.type == "f32" else level
                 return f"{self.text(x, level)} {sign} {self.text(y, right_context)}", level
+            case Binary("bitand" | "bitor" | "bitxor" as op, x, y):
+                sign = {"bitand": "&", "bitor": "|", "bitxor": "^"}[op]
+                return f"{self.text(x, _ATOM)} {sign} {self.text(y, _ATOM)}", _LOOSE
             case Binary("shr", x, Const(n)):
                 return f"{self.text(x, _ATOM)} >> {clamp_count(int(n))}", _LOOSE
             case Binary(op, x, y):

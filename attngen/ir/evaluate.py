@@ -15,6 +15,7 @@ from attngen.errors import ArgumentError
 from attngen.ir.expr import Binary, Cast, Compare, Const, Coord, Expr, Extent, Load, Local, Select, Size, Type, Unary
 
 _TORCH_NAMES = {"not": "logical_not", "and": "logical_and", "or": "logical_or", "min": "minimum", "max": "maximum"}
+_TORCH_NAMES |= {f"bit{name}": f"bitwise_{name}" for name in ("and", "or", "xor")}
 
 
 def evaluate(

@@ -9,7 +9,7 @@ Grammar (every node is frozen, hashable and typed)::
             | Extent(load, end)              least or greatest value of a load over a tile; made by passes
             | Local(name, type)              a value that the kernel has computed before; made by passes
             | Unary(op, x)                   neg not abs floor exp exp2 log log2 sqrt rsqrt tanh sigmoid sin cos
-            | Binary(op, x, y)               add sub mul div floordiv mod shr min max pow and or
+            | Binary(op, x, y)               add sub mul div floordiv mod shr bitand bitor bitxor min max pow and or
             | Compare(op, x, y)              lt le gt ge eq ne
             | Select(condition, x, y)        condition ? x : y
             | Cast(x, type)                  i32 f32 bool
@@ -49,7 +49,8 @@ COORDS: dict[str, Type] = {
 FLOAT_UNARY = ("floor", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")
 UNARY = ("neg", "not", "abs", *FLOAT_UNARY)
 ARITHMETIC = ("add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "pow")
-BINARY = (*ARITHMETIC, "shr", "and", "or")
+BITWISE = ("shr", "bitand", "bitor", "bitxor")
+BINARY = (*ARITHMETIC, *BITWISE, "and", "or")
 COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
@@ -311,17 +312,17 @@ def unary(op: str, x: ExprLike) -> Expr:
 
 
 def binary(op: str, x: ExprLike, y: ExprLike) -> Expr:
-    """Apply one of :data:`BINARY` after promotion. ``div`` and ``pow`` give f32, ``and``/``or`` need and give bool, ``shr`` i32.
+    """Apply one of :data:`BINARY` after promotion. ``div`` and ``pow`` give f32, ``and``/``or`` need and give bool, :data:`BITWISE` i32.
 
     Raises:
-        SpecError: an unknown operator, or a shift of floats.
+        SpecError: an unknown operator, or bits of floats.
     """
     if op in ("and", "or"):
         return Binary(op, cast(x, "bool"), cast(y, "bool"))
-    if op == "shr":
+    if op in BITWISE:
         left, right = _promote(x, y, at_least="i32")
         if left.type != "i32":
-            raise SpecError("floats have no bits to shift", where="expression", why=">> is of i32", fix="use i32(...)")
+            raise SpecError("floats have no bits", where="expression", why=f"{op} is of i32", fix="use i32(...)")
         return Binary(op, left, right)
     if op not in ARITHMETIC:
         raise SpecError(f"unknown operator {op!r}", where="expression", fix=f"use one of {', '.join(BINARY)}")

@@ -15,6 +15,7 @@ from typing import Literal
 
 from attngen.errors import SpecError
 from attngen.ir.expr import (
+    BITWISE,
     COORDS,
     FLOAT_UNARY,
     Binary,
@@ -49,17 +50,20 @@ _CALLS2 = {"minimum": "min", "maximum": "max"}
 _CASTS: dict[str, Type] = {"i32": "i32", "f32": "f32", "bool": "bool"}
 RESERVED = frozenset({*COORDS, *_CALLS, *_CALLS2, *_CASTS, "where", "inf", "score"})
 
-_COMPARE_LEVEL, _UNARY_LEVEL, _POW_LEVEL, _ATOM = 1, 7, 8, 9
+_COMPARE_LEVEL, _UNARY_LEVEL, _POW_LEVEL, _ATOM = 1, 8, 9, 10
 _INFIX = {
     "or": ("|", 2),
-    "and": ("&", 3),
-    "shr": (">>", 4),
-    "add": ("+", 5),
-    "sub": ("-", 5),
-    "mul": ("*", 6),
-    "div": ("/", 6),
-    "floordiv": ("//", 6),
-    "mod": ("%", 6),
+    "bitor": ("|", 2),
+    "bitxor": ("^", 3),
+    "and": ("&", 4),
+    "bitand": ("&", 4),
+    "shr": (">>", 5),
+    "add": ("+", 6),
+    "sub": ("-", 6),
+    "mul": ("*", 7),
+    "div": ("/", 7),
+    "floordiv": ("//", 7),
+    "mod": ("%", 7),
     "pow": ("**", _POW_LEVEL),
 }
 _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -101,7 +105,7 @@ def _print(expr: Expr) -> tuple[str, int]:
             text = _at(x, _UNARY_LEVEL)
             return (f"-({text})" if text.startswith("-") else f"-{text}"), _UNARY_LEVEL
         case Binary(op, x, y):
-            if op not in ("and", "or", "shr"):
+            if op not in ("and", "or", *BITWISE):
                 x, y = _without_casts(expr, (x, y), lambda xs: binary(op, *xs))
             return _print_binary(op, x, y)
         case Compare(op, x, y):
@@ -330,6 +334,8 @@ class _Reader:
         raise self.unknown(node)
 
     def binary(self, node: ast.expr, op: ast.operator, x: Expr, y: Expr) -> Expr:
+        if type(op) in _BIT_NODES and x.type == y.type == "i32":
+            return binary(_BIT_NODES[type(op)], x, y)
         if isinstance(op, ast.BitXor):
             return compare("ne", self.as_bool(node, "^", x), self.as_bool(node, "^", y))
         if type(op) not in _BINARY_NODES:
@@ -342,9 +348,8 @@ class _Reader:
     def as_bool(self, node: ast.expr, sign: str, x: Expr) -> Expr:
         if x.type != "bool":
             fix = "compare first, with parentheses around each comparison"
-            raise self.fail(
-                node.col_offset, f"`{sign}` of a value of type {x.type}", "it is logical: operands are bool", fix
-            )
+            why = "its operands are both bool or both integers"
+            raise self.fail(node.col_offset, f"`{sign}` of a value of type {x.type}", why, fix)
         return x
 
     def call(self, node: ast.expr, name: str, args: list[Expr]) -> Expr:
@@ -383,3 +388,4 @@ _BINARY_NODES: dict[type[ast.operator], str] = {
     ast.BitAnd: "and",
     ast.BitOr: "or",
 }
+_BIT_NODES: dict[type[ast.operator], str] = {ast.BitAnd: "bitand", ast.BitOr: "bitor", ast.BitXor: "bitxor"}
