@@ -112,6 +112,8 @@ class Bounds:
                 return _quotient(self.of(x), int(m))
             case Binary("shr", x, _):
                 return _towards_zero(self.of(x))
+            case Binary("bitand", _, Const(m)) if m >= 0:
+                return Interval(Affine((), 0), Affine((), int(m)))
             case Binary("mod", Binary("shr", x, n), Const(m)) if m > 1:
                 return self._bits(x, n, int(m)) or _remainder(self.of(atom.x), int(m))
             case Binary("mod", x, Const(m)) if m:

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from attngen.errors import SpecError
+from attngen.ir.param_symbol import load
 from attngen.ir.params import Param
-from attngen.ir.symbol import Symbol, load
+from attngen.ir.symbol import Symbol
 from attngen.ir.text import RESERVED
 
 _DTYPES = {

@@ -312,7 +312,9 @@ def unary(op: str, x: ExprLike) -> Expr:
 
 
 def binary(op: str, x: ExprLike, y: ExprLike) -> Expr:
-    """Apply one of :data:`BINARY` after promotion. ``div`` and ``pow`` give f32, ``and``/``or`` need and give bool, :data:`BITWISE` i32.
+    """Apply one of :data:`BINARY` after promotion.
+
+    ``div`` and ``pow`` give f32, ``and``/``or`` need and give bool, :data:`BITWISE` i32.
 
     Raises:
         SpecError: an unknown operator, or bits of floats.

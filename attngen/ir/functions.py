@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attngen.ir.torch_functions  # noqa: F401 (fills the table)
 from attngen.ir.scalar import evaluate_scalar
 from attngen.ir.symbol import TORCH_FUNCTIONS, Symbol
 

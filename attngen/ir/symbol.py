@@ -1,7 +1,8 @@
 """Symbols: what a user's mod receives instead of numbers. Every operation on one builds a node.
 
 A :class:`Symbol` answers Python operators, torch functions (through ``__torch_function__``, by name, without importing
-torch) and the methods people call on FlexAttention's scalar tensors.
+torch) and the methods people call on FlexAttention's scalar tensors. A :class:`Row` is several values in a row, like
+``indices[b, h]``: operations apply to each, until ``any``, ``all`` or ``sum`` make one of them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from attngen.errors import SpecError
-from attngen.ir.expr import Const, Expr, Type, and_, binary, cast, compare, lift, not_, or_, select, unary
-from attngen.ir.loads import element, size_of
-from attngen.ir.params import Param
+from attngen.errors import SpecError, UnsupportedError
+from attngen.ir.expr import Const, Expr, Type, and_, binary, compare, lift, not_, or_, unary
 
 _PACKAGE = str(Path(__file__).resolve().parent)
 _INT_DTYPES = ("i32", "int64", "int32", "int16", "int8", "uint8", "long", "int")
@@ -36,6 +35,11 @@ def user_location() -> str:
 def fail(what: str, why: str, fix: str) -> SpecError:
     """An error placed at the line of the user's code that caused it."""
     return SpecError(what, where=user_location(), why=why, fix=fix)
+
+
+def unsupported(what: str, why: str, fix: str) -> UnsupportedError:
+    """An error, placed likewise, about something that means something in torch and nothing in an expression."""
+    return UnsupportedError(what, where=user_location(), why=why, fix=fix)
 
 
 def expr_of(value: Any) -> Expr:
@@ -61,49 +65,78 @@ def expr_of(value: Any) -> Expr:
     return lift(value)
 
 
-def _bool_of(value: Any, sign: str) -> Expr:
-    expr = expr_of(value)
-    if expr.type != "bool":
-        raise fail(
-            f"`{sign}` of a value of type {expr.type}",
-            "`&`, `|`, `^` and `~` are logical here: operands are bool",
-            "compare first, with parentheses around each comparison",
-        )
-    return expr
+def wrap(build: Callable[..., Expr]) -> Callable[..., Symbol]:
+    """A function of expressions as one of symbols and numbers; rows go through it element by element."""
 
-
-def _wrap(build: Callable[..., Expr]) -> Callable[..., Symbol]:
-    return lambda *operands: Symbol(build(*(expr_of(x) for x in operands)))
-
-
-def _arithmetic(op: str) -> tuple[Callable[[Any, Any], Symbol], Callable[[Any, Any], Symbol]]:
-    forward = _wrap(lambda x, y: binary(op, x, y))
-    return forward, lambda x, y: forward(y, x)
-
-
-def _xor(x: Expr, y: Expr) -> Expr:
-    return compare("ne", x, y)
-
-
-def _logical(build: Callable[[Expr, Expr], Expr], sign: str) -> Callable[[Any, Any], Symbol]:
-    def apply(x: Any, y: Any) -> Symbol:
-        left, right = _bool_of(x, sign), _bool_of(y, sign)
-        return Symbol(build(left, right))
+    def apply(*operands: Any) -> Symbol:
+        rows = [row_of(x) for x in operands]
+        lengths = {len(row) for row in rows if row is not None}
+        if not lengths:
+            return Symbol(build(*(expr_of(x) for x in operands)))
+        if len(lengths) > 1:
+            raise fail(f"rows of {sorted(lengths)} values meet", "they go together value by value", "index them first")
+        columns = [row or (x,) * max(lengths) for row, x in zip(rows, operands, strict=True)]
+        return Row(tuple(apply(*values) for values in zip(*columns, strict=True)))
 
     return apply
 
 
+def row_of(value: Any) -> tuple[Symbol, ...] | None:
+    """The values of a row; None for whatever is one value."""
+    return value.values() if isinstance(value, Symbol) else None
+
+
+def arithmetic(op: str) -> tuple[Callable[[Any, Any], Symbol], Callable[[Any, Any], Symbol]]:
+    """The operator, and the same with its operands exchanged."""
+    forward = wrap(lambda x, y: binary(op, x, y))
+    return forward, lambda x, y: forward(y, x)
+
+
+def logical(name: str, sign: str) -> Callable[[Any, Any], Symbol]:
+    """``&``, ``|`` or ``^``: logical of two bools, bit by bit of integers."""
+    of_bools: Callable[[Expr, Expr], Expr] = {"and": and_, "or": or_, "xor": lambda x, y: compare("ne", x, y)}[name]
+
+    def combine(x: Expr, y: Expr) -> Expr:
+        if x.type == y.type == "bool":
+            return of_bools(x, y)
+        return binary(f"bit{name}", *(_bits(operand, sign) for operand in (x, y)))
+
+    return wrap(combine)
+
+
+def _bits(x: Expr, sign: str) -> Expr:
+    if x.type == "f32":
+        raise fail(
+            f"`{sign}` of a value of type f32",
+            "its operands are both bool or both integers",
+            "compare first, with parentheses around each comparison",
+        )
+    return x
+
+
+def _inverted(x: Expr) -> Expr:
+    return not_(x) if x.type == "bool" else binary("bitxor", _bits(x, "~"), -1)
+
+
+def _shifted_left(x: Expr, count: Expr) -> Expr:
+    if not isinstance(count, Const) or not 0 <= count.value < 31:
+        raise unsupported("`<<` by a value cannot be traced", "expressions shift left by 0 .. 30 only", "use a number")
+    return binary("mul", x, 1 << int(count.value))
+
+
 def _compare(op: str) -> Callable[[Any, Any], Symbol]:
-    return _wrap(lambda x, y: compare(op, x, y))
+    return wrap(lambda x, y: compare(op, x, y))
 
 
-def power(x: Any, y: Any) -> Symbol:
-    """``x ** y``; squares and cubes are products, so that integers stay integers."""
-    if isinstance(y, int) and not isinstance(y, bool) and y in (2, 3):
-        base = expr_of(x)
-        square = binary("mul", base, base)
-        return Symbol(square if y == 2 else binary("mul", square, base))
-    return Symbol(binary("pow", expr_of(x), expr_of(y)))
+def _power(x: Expr, y: Expr) -> Expr:
+    """Squares and cubes are products, so that integers stay integers."""
+    if isinstance(y, Const) and type(y.value) is int and y.value in (2, 3):
+        square = binary("mul", x, x)
+        return square if y.value == 2 else binary("mul", square, x)
+    return binary("pow", x, y)
+
+
+power = wrap(_power)
 
 
 def dtype_type(dtype: Any) -> Type | None:
@@ -129,16 +162,17 @@ class Symbol:
         """The node this symbol stands for."""
         return self._expr
 
-    __add__, __radd__ = _arithmetic("add")
-    __sub__, __rsub__ = _arithmetic("sub")
-    __mul__, __rmul__ = _arithmetic("mul")
-    __truediv__, __rtruediv__ = _arithmetic("div")
-    __floordiv__, __rfloordiv__ = _arithmetic("floordiv")
-    __mod__, __rmod__ = _arithmetic("mod")
-    __rshift__, __rrshift__ = _arithmetic("shr")
-    __and__ = __rand__ = _logical(and_, "&")
-    __or__ = __ror__ = _logical(or_, "|")
-    __xor__ = __rxor__ = _logical(_xor, "^")
+    __add__, __radd__ = arithmetic("add")
+    __sub__, __rsub__ = arithmetic("sub")
+    __mul__, __rmul__ = arithmetic("mul")
+    __truediv__, __rtruediv__ = arithmetic("div")
+    __floordiv__, __rfloordiv__ = arithmetic("floordiv")
+    __mod__, __rmod__ = arithmetic("mod")
+    __rshift__, __rrshift__ = arithmetic("shr")
+    __lshift__ = wrap(_shifted_left)
+    __and__ = __rand__ = logical("and", "&")
+    __or__ = __ror__ = logical("or", "|")
+    __xor__ = __rxor__ = logical("xor", "^")
     __lt__, __le__, __gt__, __ge__ = _compare("lt"), _compare("le"), _compare("gt"), _compare("ge")
     __eq__ = _compare("eq")  # type: ignore[assignment]
     __ne__ = _compare("ne")  # type: ignore[assignment]
@@ -149,17 +183,15 @@ class Symbol:
     def __rpow__(self, other: Any) -> Symbol:
         return power(other, self)
 
-    def __neg__(self) -> Symbol:
-        return Symbol(unary("neg", self.expr))
+    __neg__, __abs__ = wrap(lambda x: unary("neg", x)), wrap(lambda x: unary("abs", x))
+    __invert__ = wrap(_inverted)
 
     def __pos__(self) -> Symbol:
         return self
 
-    def __abs__(self) -> Symbol:
-        return Symbol(unary("abs", self.expr))
-
-    def __invert__(self) -> Symbol:
-        return Symbol(not_(_bool_of(self, "~")))
+    def values(self) -> tuple[Symbol, ...] | None:
+        """The values of a row; None for a single value."""
+        return None
 
     def __getitem__(self, index: Any) -> Symbol:
         raise fail("a scalar cannot be indexed", "every argument of a mod is one number", "index a parameter instead")
@@ -187,12 +219,12 @@ class Symbol:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch when a symbol is passed to one of its functions."""
-        return _torch_function(func.__name__)(*args, **(kwargs or {}))
+        return torch_function(_known_name(func))(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        method = _METHODS.get(name) or _torch_function(name)
+        method = METHODS.get(name) or torch_function(name)
         return lambda *args, **kwargs: method(self, *args, **kwargs)
 
     @property
@@ -206,84 +238,48 @@ class Symbol:
         return "cpu"
 
 
-class ParamSymbol(Symbol):
-    """A parameter that still lacks some of its indices."""
+class Row(Symbol):
+    """Several values, one after another."""
 
-    __slots__ = ("_indices", "_param")
+    __slots__ = ("_values",)
 
-    def __init__(self, param: Param, indices: tuple[Expr, ...] = ()) -> None:
-        self._param, self._indices = param, indices
+    def __init__(self, values: tuple[Symbol, ...]) -> None:
+        self._values = values
 
     @property
     def expr(self) -> Expr:
-        param, given = self._param, len(self._indices)
         raise fail(
-            f"parameter {param.name!r} is indexed wrongly",
-            f"it has {len(param.dims)} dimensions {param.dims}, and {given} indices were given",
-            f"index it down to an element: {param.name}[{', '.join('...' for _ in param.dims)}]",
+            f"{len(self._values)} values are used as one",
+            "an expression is one number",
+            "index them, or reduce them with any, all or sum",
         )
 
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Sizes of the dimensions that are not indexed yet: numbers, or symbols where only a call decides."""
-        sizes = (size_of(self._param, axis) for axis in range(len(self._indices), len(self._param.dims)))
-        return tuple(size.value if isinstance(size, Const) else Symbol(size) for size in sizes)
+    def values(self) -> tuple[Symbol, ...]:
+        return self._values
 
     def __getitem__(self, index: Any) -> Symbol:
-        parts = index if isinstance(index, tuple) else (index,)
-        indices = (*self._indices, *(self._index(part, len(self._indices) + n) for n, part in enumerate(parts)))
-        return load(self._param, indices)
-
-    def _index(self, value: Any, axis: int) -> Expr:
-        if value is None or value is Ellipsis or isinstance(value, slice):
-            raise fail(
-                f"parameter {self._param.name!r} is indexed with {value!r}",
-                "an expression reads single elements",
-                "give one integer index a dimension",
-            )
-        expr = expr_of(value)
-        if expr.type != "i32":
-            raise fail(
-                f"an index of parameter {self._param.name!r} has type {expr.type}",
-                "indices are integers",
-                "convert it with .int(), or use // instead of /",
-            )
-        return self._wrapped(expr, axis)
-
-    def _wrapped(self, expr: Expr, axis: int) -> Expr:
-        """Constant negative indices count from the end, as in torch; those of unknown sizes are refused."""
-        if not (isinstance(expr, Const) and expr.value < 0) or axis >= len(self._param.dims):
-            return expr
-        size = self._param.dims[axis]
-        if isinstance(size, int):
-            return Const(int(expr.value) + size)
-        raise fail(
-            f"parameter {self._param.name!r} is indexed with {expr.value}",
-            f"its size {size!r} is unknown, and an index below 0 is out of range",
-            "count from the start",
-        )
-
-    def __repr__(self) -> str:
-        return f"ParamSymbol({self._param.name!r})"
+        if not isinstance(index, int):
+            raise unsupported("a row is indexed with a traced value", "its values are no tensor", "index the parameter")
+        return self._values[index]
 
 
-def load(param: Param, indices: tuple[Expr, ...] = ()) -> Symbol:
-    """The element ``indices`` of ``param``, or a symbol that waits for the missing indices.
+# Torch's functions and methods by name, filled by :mod:`attngen.ir.torch_functions`.
+TORCH_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+METHODS: dict[str, Callable[..., Any]] = {}
+# Operators outside of torch whose meaning is known: attention-gym's hardware tanh.
+_OPERATORS = {"approx::tanh": "tanh"}
+
+
+def torch_function(name: str) -> Callable[..., Any]:
+    """What stands for a function of torch.
 
     Raises:
-        SpecError: too many indices.
+        UnsupportedError: expressions cannot say it.
     """
-    if len(indices) == len(param.dims):
-        return Symbol(element(param, *indices))
-    partial = ParamSymbol(param, indices)
-    return partial if len(indices) < len(param.dims) else Symbol(partial.expr)
-
-
-def _torch_function(name: str) -> Callable[..., Any]:
     plain = name.strip("_")
     function = TORCH_FUNCTIONS.get(plain)
     if function is None:
-        raise fail(
+        raise unsupported(
             f"torch function {plain!r} cannot be traced",
             f"expressions have {', '.join(sorted(TORCH_FUNCTIONS))}",
             "rewrite it with these",
@@ -291,107 +287,16 @@ def _torch_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _floor(x: Any) -> Symbol:
-    expr = expr_of(x)
-    return Symbol(unary("floor", expr) if expr.type == "f32" else cast(expr, "i32"))
-
-
-def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Symbol:
-    if rounding_mode not in (None, "floor"):
-        raise fail(f"rounding_mode={rounding_mode!r} cannot be traced", "expressions divide exactly or floor", "use //")
-    return Symbol(binary("floordiv" if rounding_mode else "div", expr_of(x), expr_of(y)))
-
-
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Symbol:  # noqa: A002 (torch's names)
-    expr = expr_of(x)
-    if min is not None:
-        expr = binary("max", expr, expr_of(min))
-    return Symbol(expr if max is None else binary("min", expr, expr_of(max)))
-
-
-def _where(condition: Any, x: Any, y: Any) -> Symbol:
-    return Symbol(select(_bool_of(condition, "where"), expr_of(x), expr_of(y)))
-
-
-def _to(x: Any, target: Any = None, *_: Any, dtype: Any = None, **__: Any) -> Symbol:
-    """Conversion to a dtype; devices and memory formats change nothing."""
-    to = dtype_type(target if dtype is None else dtype)
-    return Symbol(expr_of(x) if to is None else cast(expr_of(x), to))
-
-
-def _full_like(x: Any, value: Any, *, dtype: Any = None, **_: Any) -> Symbol:
-    return Symbol(cast(expr_of(value), dtype_type(dtype) or expr_of(x).type))
-
-
-def _new_full(x: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Symbol:
-    if tuple(size) != ():
-        raise fail(f"a tensor of size {tuple(size)} cannot be traced", "an expression is one number", "use size ()")
-    return _full_like(x, fill_value, dtype=dtype)
-
-
-_to_f32, _to_i32, _to_bool = (_wrap(lambda x, to=to: cast(x, to)) for to in ("f32", "i32", "bool"))
-_METHODS: dict[str, Callable[..., Symbol]] = {
-    **dict.fromkeys(("float", "double", "half", "bfloat16"), _to_f32),
-    **dict.fromkeys(("int", "long", "short"), _to_i32),
-    "bool": _to_bool,
-    "to": _to,
-    "type_as": lambda x, other: Symbol(cast(expr_of(x), expr_of(other).type)),
-    "new_full": _new_full,
-    "new_ones": lambda x, size, **options: _new_full(x, size, 1, **options),
-    "new_zeros": lambda x, size, **options: _new_full(x, size, 0, **options),
-}
-
-
-def _table() -> dict[str, Callable[..., Symbol]]:
-    """Torch's functions, methods and operators by name, without the underscores around it."""
-    table: dict[str, Callable[..., Symbol]] = {
-        op: _wrap(lambda x, op=op: unary(op, x))
-        for op in ("abs", "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos")
-    }
-    for op in ("add", "sub", "mul", "floordiv", "mod"):
-        table[op], table[f"r{op}"] = _arithmetic(op)
-    table["rshift"], table["rrshift"] = _arithmetic("shr")
-    for op in ("lt", "le", "gt", "ge", "eq", "ne"):
-        table[op] = _compare(op)
-    for op, build, sign in (("and", and_, "&"), ("or", or_, "|"), ("xor", _xor, "^")):
-        table[op] = table[f"r{op}"] = table[f"bitwise_{op}"] = _logical(build, sign)
-    table |= {
-        "absolute": table["abs"],
-        "bitwise_not": lambda x: ~Symbol(expr_of(x)),
-        "bitwise_right_shift": table["rshift"],
-        "clamp": _clamp,
-        "clamp_max": lambda x, bound: _clamp(x, max=bound),
-        "clamp_min": lambda x, bound: _clamp(x, min=bound),
-        "clip": _clamp,
-        "div": _divide,
-        "expit": table["sigmoid"],
-        "floor": _floor,
-        "floor_divide": table["floordiv"],
-        "full_like": _full_like,
-        "invert": lambda x: ~Symbol(expr_of(x)),
-        "logical_and": _wrap(and_),
-        "logical_not": _wrap(not_),
-        "logical_or": _wrap(or_),
-        "logical_xor": _wrap(lambda x, y: compare("ne", cast(x, "bool"), cast(y, "bool"))),
-        "maximum": _wrap(lambda x, y: binary("max", x, y)),
-        "minimum": _wrap(lambda x, y: binary("min", x, y)),
-        "multiply": table["mul"],
-        "negative": table["neg"],
-        "ones_like": lambda x, **options: _full_like(x, 1, **options),
-        "pow": power,
-        "rdiv": lambda x, y: _divide(y, x),
-        "reciprocal": lambda x: _divide(1.0, x),
-        "relu": lambda x: _clamp(x, min=0),
-        "remainder": table["mod"],
-        "rpow": lambda x, y: power(y, x),
-        "square": lambda x: power(x, 2),
-        "subtract": table["sub"],
-        "true_divide": _divide,
-        "truediv": _divide,
-        "where": _where,
-        "zeros_like": lambda x, **options: _full_like(x, 0, **options),
-    }
-    return table | {"max": table["maximum"], "min": table["minimum"]}
-
-
-TORCH_FUNCTIONS = _table()
+def _known_name(func: Any) -> str:
+    """A torch function's name; a custom operator's only where its meaning is known."""
+    qualified = getattr(func, "_qualified_op_name", "") or (func.name() if hasattr(func, "overloadpacket") else "")
+    name = qualified.partition(".")[0]
+    if not name or name.startswith("aten::"):
+        return str(func.__name__).partition(".")[0]
+    if name not in _OPERATORS:
+        raise unsupported(
+            f"custom operator {name} cannot be traced",
+            "it is compiled code, whose meaning is not known",
+            "write what it computes with torch functions",
+        )
+    return _OPERATORS[name]

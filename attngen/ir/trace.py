@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attngen.errors import SpecError
+import attngen.ir.torch_functions  # noqa: F401 (what torch's functions mean on symbols)
+from attngen.errors import AttngenError, SpecError
 from attngen.ir.capture import Captured
 from attngen.ir.expr import Coord, Expr, cast, params
 from attngen.ir.limits import check_size
+from attngen.ir.param_symbol import load
 from attngen.ir.params import Param
-from attngen.ir.symbol import Symbol, expr_of, load
+from attngen.ir.symbol import Symbol, expr_of, row_of
 from attngen.ir.text import check_param_name
 
 __all__ = ["Symbol", "Tensor", "Traced", "trace"]
@@ -77,7 +79,7 @@ def trace(fn: Callable[..., Any], args: tuple[str, ...], result: Literal["bool",
     by_name |= {name: Symbol(Coord(name)) for name in LENGTHS if name in inspect.signature(fn).parameters}
     try:
         value = runnable(*symbols, **by_name)
-    except SpecError:
+    except AttngenError:
         raise
     except Exception as error:
         raise SpecError(
@@ -96,6 +98,14 @@ def trace(fn: Callable[..., Any], args: tuple[str, ...], result: Literal["bool",
 def _result(fn: Callable[..., Any], value: Any, result: Literal["bool", "f32"]) -> Expr:
     if value is None:
         raise SpecError(f"{_name(fn)} returns None", where=_location(fn), why="a mod gives a value", fix="add a return")
+    values = row_of(value)
+    if values is not None:
+        raise SpecError(
+            f"{_name(fn)} returns {len(values)} values",
+            where=_location(fn),
+            why="a mod gives one",
+            fix="index them, or reduce them with any, all or sum",
+        )
     expr = expr_of(value)
     if result == "bool" and expr.type != "bool":
         raise SpecError(

@@ -12,7 +12,7 @@ import torch
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops import torch_library
 from attngen.ops.batching import Cache, Lengths, collect_inputs
-from attngen.ops.checks import check_strides, check_tensor, check_writable, readable
+from attngen.ops.checks import check_strides, check_tensor, check_writable, readable, torch_dtype
 from attngen.ops.op import Op, allocate_backward, allocate_forward
 from attngen.spec import AttentionSpec, Softmax
 from attngen.variant import OPS, OpName, Variant, normalize
@@ -49,6 +49,8 @@ class Ops:
         self.spec = spec
         self._resolve, self._scope = resolve, scope
         self._defaults = spec.defaults()
+        declared = [param for source in (spec.mask, *spec.score_mods) for param in source.params()]
+        self._default_dtypes = {p.name: torch_dtype(p.dtype) for p in declared if p.name in self._defaults}
         variant = _training_variant(spec)
         self._differentiable = () if variant is None else variant.differentiable
         self._summed = () if variant is None else variant.gradient_params
@@ -403,7 +405,11 @@ class Ops:
                 why="parameters go by name",
                 fix="pass {name: tensor}",
             )
-        return {**self._defaults, **(params or {})} if self._defaults or params else {}
+        given = dict(params or {})
+        for name, tensor in self._defaults.items():
+            if name not in given:  # captured tensors may have a wider type than parameters: int64, float64
+                given[name] = tensor.to(self._default_dtypes[name])
+        return given
 
     def __reduce__(self) -> tuple[object, ...]:
         """Modules that hold ops can be copied, saved, and sent to other processes, which find the kernels in the cache."""

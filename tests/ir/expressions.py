@@ -118,7 +118,7 @@ class _Grower:
             "coord",
             "const",
             "load",
-            *(["sum", "sum", "neg", "quotient", "shift", "where", "bool", "doc", "bit"] if depth >= 0 else []),
+            *(["sum", "sum", "neg", "quotient", "bits", "shift", "where", "bool", "doc", "bit"] if depth >= 0 else []),
             *(["trunc"] if depth >= 0 and self.trees.truncation else []),
         )
         match rule:
@@ -136,6 +136,9 @@ class _Grower:
                 return binary(self.pick("floordiv", "mod"), self.i32(depth - 1), self.draw(self.trees.constants))
             case "shift":
                 return binary("shr", self.i32(depth - 1), self.pick(Const(1), Const(3), Const(40), self.i32(depth - 1)))
+            case "bits":
+                mask = self.pick(Const(5), Const(-4), self.i32(depth - 1))
+                return binary(self.pick("bitand", "bitor", "bitxor"), self.i32(depth - 1), mask)
             case "where":
                 return select(self.boolean(depth - 1), self.i32(depth - 1), self.i32(depth - 1))
             case "bool":

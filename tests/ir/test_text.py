@@ -119,7 +119,7 @@ def test_results():
         ("q + missing", "unknown name 'missing'", 4),
         ("missing[q]", "unknown parameter 'missing'", 0),
         ("q[0]", "unknown parameter 'q'", 0),
-        ("(q & k) > 0", "`&` of a value of type i32", 1),
+        ("(q & (k > 0))", "`&` of a value of type i32", 1),
         ("~q", "`~` of a value of type i32", 0),
         ("where(q, 1, 2)", "`where` of a value of type i32", 0),
         ("q < 3000000000", "3000000000 does not fit int32", 4),
