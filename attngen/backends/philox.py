@@ -15,16 +15,20 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 
-def kept(threshold: int, seed: int, offset: int, row: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Where weights stay, bool, broadcast over int64 ``row = b * num_qo_heads + h`` and positions ``q``, ``k``."""
-    counter = [x & _WORD for x in torch.broadcast_tensors(k >> 2, q, row, torch.tensor(offset))]  # type: ignore[no-untyped-call]
-    key = [seed & _WORD, (seed >> 32 ^ offset >> 32) & _WORD]
+def block(counter: list[torch.Tensor], key: list[int]) -> list[torch.Tensor]:
+    """Four random words of a counter of four and a key of two; words are int64 in ``[0, 2 ** 32)``."""
     for _ in range(ROUNDS):
         high0, low0 = _product(_MULTIPLIERS[0], counter[0])
         high1, low1 = _product(_MULTIPLIERS[1], counter[2])
         counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
         key = [(word + step) & _WORD for word, step in zip(key, _WEYL, strict=True)]
-    words = torch.stack(counter)
+    return counter
+
+
+def kept(threshold: int, seed: int, offset: int, row: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Where weights stay, bool, broadcast over int64 ``row = b * num_qo_heads + h`` and positions ``q``, ``k``."""
+    counter = [x & _WORD for x in torch.broadcast_tensors(k >> 2, q, row, torch.tensor(offset))]  # type: ignore[no-untyped-call]
+    words = torch.stack(block(counter, [seed & _WORD, (seed >> 32 ^ offset >> 32) & _WORD]))
     word = torch.gather(words, 0, (k % 4).expand(words.shape[1:])[None])[0]
     return word >= threshold
 
