@@ -10,16 +10,15 @@ from typing import Literal, Protocol
 import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
-from attngen.ops import torch_library
-from attngen.ops.batching import Cache, Lengths, collect_inputs
-from attngen.ops.checks import check_strides, check_tensor, check_writable, readable, torch_dtype
-from attngen.ops.op import Op, allocate_backward, allocate_forward
+from attngen.ops import calls, torch_library
+from attngen.ops.batching import Cache, Lengths
+from attngen.ops.calls import Gradients, Params
+from attngen.ops.checks import torch_dtype
+from attngen.ops.op import Op
 from attngen.spec import AttentionSpec, Softmax
 from attngen.variant import OPS, OpName, Variant, normalize
 
-Params = Mapping[str, torch.Tensor]
 Result = torch.Tensor | tuple[torch.Tensor, ...]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 LOG2_E = 1.4426950408889634
 
 
@@ -196,7 +195,10 @@ class Ops:
         seed: torch.Tensor | None = None,
         offset: torch.Tensor | None = None,
     ) -> Result:
-        """Prefill with autograd: gradients reach q, k, v, floating parameters and the gate, and flow through lse too."""
+        """Prefill with autograd: gradients reach q, k, v, floating parameters and the gate, and flow through lse too.
+
+        All are bitwise repeatable under ``torch.use_deterministic_algorithms(True)``; arguments as for :meth:`prefill`.
+        """
         lengths = Lengths(
             qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset, seed=seed, offset=offset
         )
@@ -318,36 +320,11 @@ class Ops:
         want_max: bool = False,
         partial: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Check, allocate and launch; what :meth:`prefill`, :meth:`decode` and the registered torch op share.
-
-        Returns:
-            out, lse and largest logits; empty where there are none or none are wanted.
-        """
+        """What :meth:`prefill`, :meth:`decode` and the registered torch op share; see :func:`calls.forward`."""
         if not isinstance(q, torch.Tensor):
             raise ArgumentError(f"q is a {type(q).__name__}", where="q", why="a tensor is needed", fix="pass one")
         op = self.op(name, q.device)
-        one_token = name == "decode" and q.dim() == 3
-        rows = q.unsqueeze(1) if one_token else q
-        gate = op.variant.gate
-        if one_token and gate is not None and isinstance(params.get(gate), torch.Tensor):
-            params = {**params, gate: params[gate].unsqueeze(1)}
-        inputs = collect_inputs(op.variant, self.spec.kv, rows, k, v, lengths, params)
-        if out is not None:
-            shape = (*q.shape[:-1], op.variant.head_dim_vo)
-            check_tensor(
-                "out",
-                out,
-                dtype=op.variant.out_dtype,
-                shape=shape,
-                axes="[..., num_qo_heads, head_dim_vo]",
-                device=q.device,
-            )
-            out = check_writable("out", out).unsqueeze(1) if one_token else check_writable("out", out)
-        result, lse, largest = allocate_forward(op, inputs, out, want_max=want_max)
-        if result.numel():
-            op.forward(inputs, result, lse, largest, partial=partial)
-        per_row = [q.new_empty(0, dtype=torch.float32) if x is None else x.view(q.shape[:-1]) for x in (lse, largest)]
-        return (result.squeeze(1) if one_token else result), per_row[0], per_row[1]
+        return calls.forward(op, self.spec.kv, q, k, v, lengths, params, out, want_max=want_max, partial=partial)
 
     def run_backward(
         self,
@@ -363,39 +340,9 @@ class Ops:
         *,
         deterministic: bool = False,
     ) -> Gradients:
-        """Check, allocate and launch; what :meth:`backward` and the registered torch op share."""
-        exact = deterministic and bool(self._summed)
-        op = self._resolve("backward", q.device, deterministic=exact)
-        inputs = collect_inputs(op.variant, self.spec.kv, q, k, v, lengths, params)
-        shape = (*q.shape[:-1], op.variant.head_dim_vo)
-        for label, tensor in (("dout", dout), ("out", out)):
-            check_tensor(
-                label,
-                tensor,
-                dtype=op.variant.out_dtype,
-                shape=shape,
-                axes="[..., num_qo_heads, head_dim_vo]",
-                device=q.device,
-            )
-        heads = op.variant.num_qo_heads
-        needed = {"lse": lse, "dlse": dlse} if op.variant.is_softmax else {}
-        stats = {
-            label: check_tensor(
-                label, stat, dtype="fp32", shape=q.shape[:-1], axes="[..., num_qo_heads]", device=q.device
-            )
-            for label, stat in needed.items()
-            if stat is not None or label == "lse"
-        }
-        dense = {label: stat.contiguous().view(-1, heads) for label, stat in stats.items()}
-        grads = allocate_backward(op, inputs)
-        if q.numel() and k.numel():
-            rows = check_strides("out", out)
-            dparams = op.backward(inputs, readable(dout), rows, dense.get("lse"), dense.get("dlse"), grads)
-        else:
-            for grad in grads.values():
-                grad.zero_()
-            dparams = {name: torch.zeros_like(params[name]) for name in op.variant.differentiable}
-        return grads["dq"], grads["dk"], grads["dv"], dparams
+        """What :meth:`backward` and the registered torch op share; see :func:`calls.backward`."""
+        op = self._resolve("backward", q.device, deterministic=deterministic and bool(self._summed))
+        return calls.backward(op, self.spec.kv, dout, q, k, v, out, lse, dlse, lengths, params)
 
     def _with_defaults(self, params: Params | None) -> dict[str, torch.Tensor]:
         if params is not None and not isinstance(params, Mapping):

@@ -155,8 +155,9 @@ def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: to
     dout = torch.zeros_like(out) if dout is None else dout
     if not lse.numel():
         lse = dlse = None  # element-wise weights have none
+    exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     dq, dk, dv, *dparams = torch.ops.attngen.backward(
-        dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle, False
+        dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle, exact
     )
     given = [grad if tensor.is_floating_point() else None for grad, tensor in zip(dparams, params, strict=True)]
     return dq, dk, dv, None, given, None, None, None, None, None

@@ -224,3 +224,18 @@ def test_memory_of_forward_and_backward_does_not_grow_with_the_square() -> None:
         ops.backward(out, q, k, v, out, lse)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert peaks[1] * 1024 < 6 * 4096 * 4096 * 4 / 8
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_autograd_is_deterministic_where_torch_is_asked_to_be(backend: str) -> None:
+    """Gradients of parameters too, whose terms come from every tile: the same bits, and those of deterministic=True."""
+    spec = ag.AttentionSpec(heads=ag.MHA(num_heads=4, head_dim=32), score_mods=(ag.ALiBi("slopes"),), dtype="fp32")
+    ops = ag.compile(spec, backend=backend)
+    q, k, v, dout = (torch.randn(2, 300, 4, 32) for _ in range(4))
+    slopes = torch.rand(4, requires_grad=True)
+    out, lse = ops.prefill(q, k, v, params={"slopes": slopes.detach()}, return_lse=True)
+    want = ops.backward(dout, q, k, v, out, lse, params={"slopes": slopes.detach()}, deterministic=True)[3]["slopes"]
+    torch.use_deterministic_algorithms(True)
+    for _ in range(5):
+        (got,) = torch.autograd.grad(ops.attention(q, k, v, params={"slopes": slopes}), slopes, dout)
+        assert torch.equal(got, want)

@@ -1,0 +1,101 @@
+"""One call of an op: its arguments are checked, buffers made, kernels launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attngen.errors import ArgumentError
+from attngen.ops.batching import Cache, Lengths, collect_inputs
+from attngen.ops.checks import check_strides, check_tensor, check_writable, readable
+from attngen.ops.op import Op, allocate_backward, allocate_forward
+
+Params = Mapping[str, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+_OUT_AXES = "[..., num_qo_heads, head_dim_vo]"
+
+
+def forward(
+    op: Op,
+    kv_spec: object,
+    q: torch.Tensor,
+    k: Cache,
+    v: torch.Tensor | None,
+    lengths: Lengths,
+    params: Params,
+    out: torch.Tensor | None,
+    *,
+    want_max: bool,
+    partial: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of ``q``; decode takes ``[batch, num_qo_heads, head_dim_qk]`` too.
+
+    Returns:
+        out, lse and largest logits; empty where there are none or none are wanted.
+    """
+    variant = op.variant
+    one_token = op.plan.op == "decode" and q.dim() == 3
+    gate = variant.gate
+    if one_token and gate is not None and isinstance(params.get(gate), torch.Tensor):
+        params = {**params, gate: params[gate].unsqueeze(1)}
+    inputs = collect_inputs(variant, kv_spec, q.unsqueeze(1) if one_token else q, k, v, lengths, params)
+    if out is not None:
+        shape = (*q.shape[:-1], variant.head_dim_vo)
+        check_tensor("out", out, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)
+        out = check_writable("out", out).unsqueeze(1) if one_token else check_writable("out", out)
+    result, lse, largest = allocate_forward(op, inputs, out, want_max=want_max)
+    if result.numel():
+        op.forward(inputs, result, lse, largest, partial=partial)
+    per_row = [q.new_empty(0, dtype=torch.float32) if x is None else x.view(q.shape[:-1]) for x in (lse, largest)]
+    return (result.squeeze(1) if one_token else result), per_row[0], per_row[1]
+
+
+def backward(
+    op: Op,
+    kv_spec: object,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    lengths: Lengths,
+    params: Params,
+) -> Gradients:
+    """dq, dk, dv, and gradients of parameters and gate by name."""
+    variant = op.variant
+    inputs = collect_inputs(variant, kv_spec, q, k, v, lengths, params)
+    shape = (*q.shape[:-1], variant.head_dim_vo)
+    for label, tensor in (("dout", dout), ("out", out)):
+        check_tensor(label, tensor, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)
+    stats = _row_stats(op, q, lse, dlse)
+    grads = allocate_backward(op, inputs)
+    if q.numel() and k.numel():
+        rows = check_strides("out", out)
+        dparams = op.backward(inputs, readable(dout), rows, stats.get("lse"), stats.get("dlse"), grads)
+    else:
+        for grad in grads.values():
+            grad.zero_()
+        dparams = {name: torch.zeros_like(params[name]) for name in variant.differentiable}
+    return grads["dq"], grads["dk"], grads["dv"], dparams
+
+
+def _row_stats(op: Op, q: torch.Tensor, lse: torch.Tensor | None, dlse: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """lse, and dlse if given, dense fp32 ``[tokens, num_qo_heads]``; nothing for element-wise weights."""
+    stats = {}
+    for name, tensor in (("lse", lse), ("dlse", dlse)):
+        if not op.variant.is_softmax:
+            if tensor is not None:
+                raise ArgumentError(
+                    f"{name} has no meaning here",
+                    where=name,
+                    why="each weight depends on its own logit only, so that rows have no lse",
+                    fix="leave it out",
+                )
+        elif tensor is not None or name == "lse":
+            axes = "[..., num_qo_heads]"
+            checked = check_tensor(name, tensor, dtype="fp32", shape=q.shape[:-1], axes=axes, device=q.device)
+            stats[name] = checked.contiguous().view(-1, op.variant.num_qo_heads)
+    return stats
