@@ -12,7 +12,7 @@ import torch
 
 import attngen as ag
 from attngen.ops.checks import torch_dtype
-from tests.acceptance.probes import CPP, TRITON, Place, declare, name_place, on_gpu
+from tests.acceptance.probes import CPP, REFERENCE, TRITON, Place, declare, name_place, on_gpu
 
 MASKS = {"causal": ag.Causal(), "full": ag.Full()}
 RUNS = [
@@ -52,10 +52,23 @@ def load_another_stream() -> None:
             busy.mul_(1.0001)
 
 
-def test_c17_refused_where_sums_have_no_order(kernels: Place) -> None:
-    ops = kernels.compile(declare(2, 1, score_mods=(bias,)))
-    q, kv = (torch.ones(1, 4, heads, 64, dtype=torch.float16, device=kernels.device) for heads in (2, 1))
-    params = {"slopes": torch.ones(2, device=kernels.device)}
-    out, lse = ops.prefill(q, kv, kv, params=params, return_lse=True)
-    with pytest.raises(ag.UnsupportedError, match="the gradient of slopes is not deterministic"):
-        ops.backward(out, q, kv, kv, out, lse, params=params, deterministic=True)
+def test_c17_gradients_of_parameters_are_repeatable(kernels: Place) -> None:
+    """Every pair of every tile adds to one slope."""
+    ops = kernels.compile(declare(4, 2, score_mods=(bias,), dtype="fp32"))
+    length = 2048 if kernels.on_gpu else 300
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(2, length, heads, 64, generator=generator).to(kernels.device) for heads in (4, 2, 2, 4)
+    )
+    params = {"slopes": torch.rand(4, generator=generator).to(kernels.device) * 0.01}
+    out, lse = ops.prefill(q, k, v, params=params, return_lse=True)
+    exact = REFERENCE.compile(ops.spec).backward(
+        *(t.cpu() for t in (dout, q, k, v, out, lse)), params={name: t.cpu() for name, t in params.items()}
+    )[3]["slopes"]
+    first = ops.backward(dout, q, k, v, out, lse, params=params, deterministic=True)[3]["slopes"]
+    torch.testing.assert_close(first.cpu(), exact, rtol=1e-3, atol=1e-3)
+    for run in range(20):
+        if kernels.on_gpu and run >= 10:
+            load_another_stream()
+        again = ops.backward(dout, q, k, v, out, lse, params=params, deterministic=True)[3]["slopes"]
+        assert torch.equal(first, again)
