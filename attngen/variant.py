@@ -76,6 +76,11 @@ class Variant:
         return tuple(dict.fromkeys(node for node in self.score.walk() if isinstance(node, Load)))
 
     @property
+    def is_transformed(self) -> bool:
+        """Whether queries and keys are normed or rotated before their product."""
+        return self.rope is not None or self.qk_norm is not None
+
+    @property
     def is_softmax(self) -> bool:
         """Whether weights share a sum, so that rows have an lse."""
         return self.normalizer == "softmax"

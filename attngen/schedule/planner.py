@@ -45,8 +45,7 @@ def plan_kernel(
     per_head = not packed and (schedule != "dkdv" or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)
     if tiles is None:
-        transformed = variant.rope is not None or variant.qk_norm is not None
-        plain = not (transformed or lists or variant.dropout)
+        plain = not (variant.is_transformed or lists or variant.dropout)
         mappable = schedule == "forward" and plain and not split and variant.kv_layout != "paged" and keys.has_full
         tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
     return KernelPlan(

@@ -23,7 +23,9 @@ class Row:
         archs: architectures it was chosen for; empty fits all.
         group_size: smallest number of query heads a key head.
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
-        plain: only where the score is unmodified (``True``), only where it is modified (``False``), or both (``None``).
+        plain: only where a pair costs a product and an exponential (``True``), only where it costs more, by a score mod or
+            dropout (``False``), or both (``None``).
+        transformed: only where queries and keys are normed or rotated (``True``), or wherever (``False``).
 
     A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, with an unmasked loop.
     """
@@ -36,6 +38,7 @@ class Row:
     group_size: int = 1
     masked: bool | None = None
     plain: bool | None = None
+    transformed: bool = False
 
 
 _HOPPER = ("sm90a", "sm100")
@@ -46,6 +49,8 @@ _AMD = ("gfx942", "gfx950")
 # What sm90a takes for plain scores of 2-byte elements is measured on an H200 (decode up to 16 heads a group); everything else is
 # only known to compile and to fit.
 TRITON = (
+    Row("prefill", 64, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, transformed=True),
+    Row("prefill", 128, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, transformed=True),
     Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 64, Tiles(128, 64, 8, 3, max_registers=128), itemsize=2, archs=("sm90a",)),
@@ -129,7 +134,8 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
             and (not row.archs or target.arch in row.archs)
             and variant.group_size >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
-            and row.plain in (None, not variant.has_score_mod)
+            and row.plain in (None, not (variant.has_score_mod or variant.dropout))
+            and row.transformed <= variant.is_transformed
             and row.tiles.maps <= mappable
         ):
             return row.tiles
