@@ -219,6 +219,7 @@ def _span_lines(side: str, span: Span) -> list[str]:
     whole = _range(span.full_lo, span.full_hi) if span.has_full else "none"
     return [
         _line(side, f"{_range(span.lo, span.hi)} ({exact})"),
+        *([] if span.hole_lo is None else [_line("hidden", _range(span.hole_lo, span.hole_hi))]),
         _line("unmasked", whole),
     ]
 

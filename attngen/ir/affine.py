@@ -147,8 +147,16 @@ class Affine:
             total += n * end
         return total
 
-    def is_nonnegative(self) -> bool:
-        """Whether the sum is provably at least 0 for every tile."""
+    def is_nonnegative(self, depth: int = 2) -> bool:
+        """Whether the sum is provably at least 0 for every tile; ``depth`` minima and maxima are opened."""
+        extremes = [(a, n) for a, n in self.terms if isinstance(a, Binary) and a.op in ("min", "max")]
+        if extremes and depth:
+            # A minimum is at least 0 if both pieces are, its negative if one is: what needs both is opened first.
+            extreme, count = min(extremes, key=lambda term: (term[0].op == "min") != (term[1] > 0))
+            rest = self.without(extreme)
+            pieces = ((Affine.of(x) * count + rest).is_nonnegative(depth - 1) for x in (extreme.x, extreme.y))
+            if all(pieces) if (extreme.op == "min") == (count > 0) else any(pieces):
+                return True
         left = _cancel_quotients(self)
         for atom, n in left.terms:
             parts = quotient(atom)

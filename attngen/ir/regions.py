@@ -35,6 +35,8 @@ class Band:
         full_lo, full_hi: positions visible from the whole tile, if ``has_full``.
         exact: every position of ``lo .. hi`` is visible from some position of the tile.
         lowers, uppers: all edges, if the band is a conjunction of edges and nothing else.
+        hole_lo, hole_hi: no position in between, ends included, is visible; ``hole_hi`` is at least ``hole_lo - 1``.
+        parts: the bands on both sides of the hole, if there is nothing else.
     """
 
     lo: Affine | None = None
@@ -45,6 +47,9 @@ class Band:
     exact: bool = True
     lowers: tuple[Edge, ...] | None = None
     uppers: tuple[Edge, ...] | None = None
+    hole_lo: Affine | None = None
+    hole_hi: Affine | None = None
+    parts: tuple[Band, Band] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,8 @@ def as_band(condition: Condition) -> Band:
     return kept_if(condition, Band())
 
 
-def conjunction(regions: Sequence[Region]) -> Region:
-    """Positions in all regions."""
+def conjunction(regions: Sequence[Region], end: Affine) -> Region:
+    """Positions in all regions; ``end`` as for :func:`disjunction`."""
     condition = EVERYTHING
     for region in regions:
         if isinstance(region, Condition):
@@ -73,7 +78,7 @@ def conjunction(regions: Sequence[Region]) -> Region:
     bands = [region for region in regions if isinstance(region, Band)]
     if not bands or condition.any == FALSE:
         return condition
-    return kept_if(condition, reduce(_intersection, bands))
+    return kept_if(condition, reduce(lambda x, y: _intersection(x, y, end), bands))
 
 
 def disjunction(regions: Sequence[Region], end: Affine) -> Region:
@@ -104,6 +109,8 @@ def choice(condition: Expr, x: Region, y: Region) -> Region:
         end(left.full_hi, right.full_hi, _HIGH),
         left.has_full or right.has_full,
         left.exact and right.exact,
+        hole_lo=end(left.hole_lo, right.hole_lo, _HIGH),
+        hole_hi=end(left.hole_hi, right.hole_hi, _HIGH - 1),
     )
 
 
@@ -111,7 +118,13 @@ def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
     return x if x == y else or_(and_(condition, x), and_(not_(condition), y))
 
 
-def _intersection(x: Band, y: Band) -> Band:
+def _intersection(x: Band, y: Band, end: Affine) -> Band:
+    """``x & y``. A band is cut from both sides of a hole apart, so that what is left of them stays exact."""
+    if x.parts is None and y.parts is not None:
+        x, y = y, x
+    if x.parts is not None and y.lowers is not None and y.uppers is not None:
+        left, right = (_intersection(part, y, end) for part in x.parts)
+        return _hull(left, right, end)
     lowers = None if x.lowers is None or y.lowers is None else x.lowers + y.lowers
     uppers = None if x.uppers is None or y.uppers is None else x.uppers + y.uppers
     return Band(
@@ -123,6 +136,7 @@ def _intersection(x: Band, y: Band) -> Band:
         lowers is not None and uppers is not None and _has_no_gap(lowers, uppers),
         lowers,
         uppers,
+        *((x.hole_lo, x.hole_hi) if x.hole_lo is not None else (y.hole_lo, y.hole_hi)),
     )
 
 
@@ -163,6 +177,7 @@ def kept_if(condition: Condition, band: Band) -> Band:
         exact=band.exact and condition.any == condition.all,
         lowers=None,
         uppers=None,
+        parts=None,
     )
 
 
@@ -181,6 +196,9 @@ def _all_if(condition: Condition, band: Band) -> Band:
         exact=band.exact and condition.any == condition.all,
         lowers=None,
         uppers=None,
+        hole_lo=opened(condition.any, band.hole_lo, _HIGH) if condition.any != TRUE else None,
+        hole_hi=opened(condition.any, band.hole_hi, _HIGH - 1) if condition.any != TRUE else None,
+        parts=None,
     )
     if band.has_full:
         low, high = opened(condition.all, band.full_lo, _LOW), opened(condition.all, band.full_hi, _HIGH)
@@ -189,20 +207,61 @@ def _all_if(condition: Condition, band: Band) -> Band:
 
 
 def _hull(x: Band, y: Band, end: Affine) -> Band:
-    """``x | y``: what is between them may or may not be visible."""
-    return replace(
+    """``x | y``: what is between them is a hole, or may be visible."""
+    hull = replace(
         _larger_full(x, y, end),
         lo=None if x.lo is None or y.lo is None else smallest(x.lo, y.lo),
         hi=None if x.hi is None or y.hi is None else largest(x.hi, y.hi),
         exact=x.exact and y.exact and ((x.lo is None and y.lo is None) or (x.hi is None and y.hi is None)),
         lowers=None,
         uppers=None,
+        hole_lo=None,
+        hole_hi=None,
+        parts=None,
     )
+    if x.hole_lo is not None or y.hole_lo is not None:
+        hole_lo, hole_hi = _remaining_hole(x, y)
+        return replace(hull, hole_lo=hole_lo, hole_hi=hole_hi, exact=False)
+    for low, high in ((x, y), (y, x)):
+        if low.hi is None or high.lo is None:
+            continue
+        starts_first = low.lo is None or (high.lo - low.lo).is_nonnegative()
+        if not starts_first and not (high.lo - low.hi).is_nonnegative():
+            continue
+        hole_lo, hole_hi = _hole(low.hi + 1, high.lo - 1)
+        if hole_lo is not None:
+            # Whatever is not in the hole is up to low.hi, so in low if that starts first, or beyond it, so in high.
+            edges = all(band.lowers is not None and band.uppers is not None for band in (low, high))
+            exact = x.exact and y.exact and starts_first
+            parts = (low, high) if edges else None
+            return replace(hull, hole_lo=hole_lo, hole_hi=hole_hi, exact=exact, parts=parts)
+    return hull
+
+
+def _hole(lo: Affine, hi: Affine) -> tuple[Affine, Affine] | tuple[None, None]:
+    """Ends of a hole, none where it is always shorter than a tile or too complex to be worth its tests."""
+    if _is_sliver(hi - lo + 1):
+        return None, None
+    hi = largest(hi, lo - 1)
+    return (lo, hi) if is_small(lo.expr()) and is_small(hi.expr()) else (None, None)
+
+
+def _remaining_hole(x: Band, y: Band) -> tuple[Affine, Affine] | tuple[None, None]:
+    """What both leave of their holes: what they have in common, or the side of the only one that the other does not reach."""
+    if x.hole_lo is None or x.hole_hi is None:
+        x, y = y, x
+    assert x.hole_lo is not None
+    assert x.hole_hi is not None
+    if y.hole_lo is not None and y.hole_hi is not None:
+        return _hole(largest(x.hole_lo, y.hole_lo), smallest(x.hole_hi, y.hole_hi))
+    if y.hi is not None and (y.lo is None or (x.hole_hi - y.hi).is_nonnegative()):
+        return _hole(largest(x.hole_lo, y.hi + 1), x.hole_hi)
+    return (None, None) if y.lo is None else _hole(x.hole_lo, smallest(x.hole_hi, y.lo - 1))
 
 
 def _is_sliver(size: Affine) -> bool:
     """Whether a range is always shorter than a tile of keys, so not worth a choice at run time."""
-    return not size.terms and size.const < 16
+    return (size * -1 + 15).is_nonnegative()
 
 
 def _larger_full(x: Band, y: Band, end: Affine) -> Band:

@@ -56,7 +56,10 @@ class Span:
         lo, hi: every visible position lies in ``lo .. hi``, both inclusive.
         full_lo, full_hi: positions in ``full_lo .. full_hi`` are visible from the whole tile; often empty.
         has_full: false: no position is provably visible from the whole tile, and ``full_lo``, ``full_hi`` mean nothing.
-        exact: every position in ``lo .. hi`` is visible from some position of the tile, so no part can be skipped.
+        exact: every position in ``lo .. hi`` outside the hole is visible from some position of the tile, so no part can be skipped.
+        hole_lo, hole_hi: no position in ``hole_lo .. hole_hi`` is visible from anywhere in the tile. Both are ``None`` without
+            a hole; else ``hole_hi >= hole_lo - 1``, with equality where this tile has none, so that ``lo .. hole_lo - 1`` and
+            ``hole_hi + 1 .. hi`` never overlap. Either may be empty, as the hole may reach beyond ``lo .. hi``.
     """
 
     lo: Expr | None
@@ -65,6 +68,15 @@ class Span:
     full_hi: Expr | None
     has_full: bool
     exact: bool
+    hole_lo: Expr | None = None
+    hole_hi: Expr | None = None
+
+    @property
+    def solid(self) -> bool:
+        """Whether every position in ``lo .. hi`` is visible from some position of the tile: a kernel that ignores the hole may
+        take them all without a test.
+        """
+        return self.exact and self.hole_lo is None
 
 
 def key_span(mask: Expr, uniform: frozenset[str] = UNIFORM) -> Span:
@@ -93,8 +105,9 @@ class _Solver:
             return Span(Const(0), Const(-1), None, None, False, True)
         band = region if isinstance(region, Band) else as_band(region)
         full = (band.full_lo, band.full_hi) if band.has_full else (None, None)
-        lo, hi, full_lo, full_hi = (None if end is None else end.expr() for end in (band.lo, band.hi, *full))
-        return Span(lo, hi, full_lo, full_hi, band.has_full, band.exact)
+        ends = (band.lo, band.hi, *full, band.hole_lo, band.hole_hi)
+        lo, hi, full_lo, full_hi, hole_lo, hole_hi = (None if end is None else end.expr() for end in ends)
+        return Span(lo, hi, full_lo, full_hi, band.has_full, band.exact, hole_lo, hole_hi)
 
     def region(self, expr: Expr, wanted: bool) -> Region:
         """Where ``expr`` has the value ``wanted``."""
@@ -122,14 +135,12 @@ class _Solver:
     def choice(self, condition: Expr, x: Region, y: Region) -> Region:
         if self.bounds.is_uniform(condition):
             return choice(self.bounds.truth(condition).any, x, y)
-        either = [conjunction([self.region(condition, True), x]), conjunction([self.region(condition, False), y])]
-        return self.combine(False, either)
+        sides = ((True, x), (False, y))
+        return self.combine(False, [self.combine(True, [self.region(condition, holds), z]) for holds, z in sides])
 
     def combine(self, both: bool, regions: list[Region]) -> Region:
-        if both:
-            return conjunction(regions)
-        uniform = "kv_len" in self.bounds.uniform
-        return disjunction(regions, Affine(((KV_LEN, 1),), -1) if uniform else Affine((), BIG))
+        end = Affine(((KV_LEN, 1),), -1) if "kv_len" in self.bounds.uniform else Affine((), BIG)
+        return conjunction(regions, end) if both else disjunction(regions, end)
 
     def condition(self, expr: Expr) -> Condition:
         if self.target.name in coords(expr):

@@ -184,7 +184,7 @@ class TileMap:
                 return "none"
             if has_full and full_lo <= k0 and k1 <= full_hi:
                 return "all"
-            seen = span.exact or evaluate_scalar(any_visible, {**env, "k0": k0, "k1": k1}, self._load)
+            seen = span.solid or evaluate_scalar(any_visible, {**env, "k0": k0, "k1": k1}, self._load)
             return "some" if seen else "none"
 
         return tuple(name(k0) for k0 in range(0, self.kv_len, self.tile_kv))
