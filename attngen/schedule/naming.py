@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from attngen.ir.expr import TRUE, Binary, Compare, Const, Coord, Expr, Unary, operands
+from attngen.ir.expr import SCORE, TRUE, Binary, Compare, Const, Coord, Expr, Unary, operands, params
 from attngen.variant import Variant
 
 
@@ -27,27 +27,38 @@ def entry_name(variant: Variant, op: str, schedule: str) -> str:
 
 
 def mask_labels(mask: Expr) -> list[str]:
-    """``causal``, ``window<left>``, ... for the conjuncts that are bands; ``mask`` for the rest."""
-    labels: dict[str, None] = {}
-    for term in operands(mask, "and"):
-        if term != TRUE:
-            labels[_band_label(term)] = None
+    """What each conjunct keeps: ``causal``, ``window<left>``, ``chunk<size>``, names of the parameters that it reads, ...
+
+    Alternatives are joined by ``or``; ``mask`` is whatever has no short name.
+    """
+    labels = dict.fromkeys(_alternatives(term) for term in operands(mask, "and") if term != TRUE)
     return sorted(labels) or ["full"]
 
 
 def score_labels(score: Expr) -> list[str]:
-    """``softcap<cap>``, ``bias`` for an added term, ``score`` for other changes of the logit."""
+    """What each mod does: ``softcap<cap>``, names of the parameters that it reads, ``bias``, ``scale``, or ``score``."""
     match score:
         case Coord("score"):
             return []
-        case Binary("mul", Const(cap), Unary("tanh", _)):
-            return [f"softcap{cap:g}".replace(".", "p").replace("+", "").replace("-", "m")]
-        case Binary("add", Coord("score"), _):
-            return ["bias"]
+        case Binary("mul", Const(cap), Unary("tanh", Binary("mul", inner, Const()))):
+            label = f"softcap{cap:g}".replace(".", "p").replace("+", "").replace("-", "m")
+            return [*score_labels(inner), label]
+        case Binary("add" | "sub", inner, term) if SCORE in inner.walk() and SCORE not in term.walk():
+            return [*score_labels(inner), _read(term) or "bias"]
+        case Binary("mul", inner, factor) if SCORE in inner.walk() and SCORE not in factor.walk():
+            return [*score_labels(inner), _read(factor) or "scale"]
     return ["score"]
 
 
-def _band_label(term: Expr) -> str:
+def _alternatives(term: Expr) -> str:
+    return "_or_".join(dict.fromkeys("_".join(_conjuncts(part)) for part in operands(term, "or")))
+
+
+def _conjuncts(term: Expr) -> list[str]:
+    return sorted({_label(part) for part in operands(term, "and")})
+
+
+def _label(term: Expr) -> str:
     match term:
         case Compare("le", Coord("k"), Coord("q")):
             return "causal"
@@ -55,4 +66,17 @@ def _band_label(term: Expr) -> str:
             return f"window{left}"
         case Compare("le", Binary("sub", Coord("k"), Const(right)), Coord("q")):
             return f"ahead{right}"
-    return "mask"
+        case Compare("lt", Coord("k"), Const(n)):
+            return f"first{n}"
+        case Compare("lt", Coord("q"), Const(n)):
+            return f"global{n}"
+        case Compare("eq", Binary("floordiv", Coord("q"), Const(size)), Binary("floordiv", Coord("k"), Const(other))):
+            return f"chunk{size}" if size == other else "mask"
+        case Compare("eq", Binary("mod", Binary("sub", Coord("q"), Coord("k")), Const(step)), Const(0)):
+            return f"every{step}"
+    return _read(term) or "mask"
+
+
+def _read(expr: Expr) -> str:
+    """Names of the parameters that an expression reads."""
+    return "_".join(sorted(params(expr)))
