@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.ir.differentiate import differentiate, param_gradients
 from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load
+from attngen.ir.intervals import position_axes
 from attngen.schedule.plan import KernelPlan
 
 
@@ -28,6 +29,22 @@ class ParamGradient:
     value: str
 
 
+@dataclass(frozen=True)
+class TileLoad:
+    """A load whose least and greatest value in a tile tell tiles apart.
+
+    Attributes:
+        name: of its extents in the kernel, ``doc_ids_at_q``.
+        load: an expression.
+        per_query, per_key: whether it depends on the query's position, on the key's.
+    """
+
+    name: str
+    load: Load
+    per_query: bool
+    per_key: bool
+
+
 class Emit:
     """Expression printer of one kernel. Keyword arguments name coordinates and give their text in the kernel."""
 
@@ -42,6 +59,31 @@ class Emit:
     def bound(self, expr: Expr, extents: Mapping[Extent, str], /, **names: str) -> str:
         """A bound of a tile that data decide: ``extents`` spells the extents of its loads, ``names`` the coordinates."""
         return self._printer({**names, **extents}).print(expr)
+
+    @cached_property
+    def tile_loads(self) -> tuple[TileLoad, ...]:
+        """The loads behind the extents in ``plan.tile``."""
+        found: dict[str, TileLoad] = {}
+        for load in self._plan.tile.loads:
+            axes = position_axes(load)
+            stem = name = f"{load.param}_at_{'_and_'.join(sorted(axes, reverse=True))}"
+            while name in found:
+                name = f"{stem}_{len(found)}"
+            found[name] = TileLoad(name, load, "q" in axes, "k" in axes)
+        return tuple(found.values())
+
+    @property
+    def has_tile_test(self) -> bool:
+        """Whether corners and data of a tile can prove that nothing in it is visible."""
+        return self._plan.tile.any != TRUE
+
+    def tile_bound(self, expr: Expr, spelling: str = "{name}.{end}", **names: str) -> str:
+        """``plan.tile.any`` or ``.all``; ``spelling`` makes the name of an extent from its :attr:`TileLoad.name` and end."""
+        ends: tuple[Literal["lo", "hi"], ...] = ("lo", "hi")
+        extents = {
+            Extent(data.load, end): spelling.format(name=data.name, end=end) for data in self.tile_loads for end in ends
+        }
+        return self.bound(expr, extents, **names)
 
     def _printer(self, names: Mapping[Any, str]) -> Printer:
         return Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)

@@ -73,7 +73,7 @@ def plan_kernel(
 
 
 # Backends whose kernels read lists of tiles.
-_LISTS: frozenset[str] = frozenset()
+_LISTS: frozenset[str] = frozenset({"cpp"})
 
 
 def has_lists(variant: Variant, backend: str) -> bool:
