@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.ir.differentiate import differentiate, param_gradients
-from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load
+from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load, coords
 from attngen.ir.intervals import position_axes
 from attngen.schedule.plan import KernelPlan
 
@@ -21,12 +21,15 @@ class ParamGradient:
     Attributes:
         param: name of the parameter in the kernel.
         offset, valid, value: texts; ``valid`` is empty where the index is known to be inside.
+        per_query, per_key: whether the offset depends on the query's position, on the key's.
     """
 
     param: str
     offset: str
     valid: str
     value: str
+    per_query: bool
+    per_key: bool
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class Emit:
             offset=printer.offset(param, load.indices),
             valid=printer.valid(param, load.indices) or "",
             value=printer.print(slope),
+            per_query="q" in coords(load),
+            per_key="k" in coords(load),
         )
 
     def f32(self, value: float) -> str:
