@@ -12,7 +12,9 @@ from attngen.compiler import compile as compile_spec
 from attngen.compiler import plan_op, render_kernel
 from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.expr import Expr
+from attngen.ir.hoist import hoist
 from attngen.ir.intervals import Span
+from attngen.ir.simplify import of_product, simplify
 from attngen.ir.text import to_text
 from attngen.ops.op import BuiltKernel
 from attngen.schedule import KernelPlan, OpPlan
@@ -91,13 +93,35 @@ def variant_text(variant: Variant) -> str:
     for field in fields(variant):
         value = getattr(variant, field.name)
         if isinstance(value, Expr):
-            lines.append(_line(field.name, expr_text(value)))
+            lines += [_line(field.name, expr_text(value)), *_algebra(field.name, value, variant)]
         elif field.name == "params":
             shown = [f"{param.name} {param.dtype} [{', '.join(map(str, param.dims))}]" for param in variant.params]
             lines.append(_line(field.name, "; ".join(shown) or "none"))
         else:
             lines.append(_line(field.name, str(value)))
     return "".join(lines)
+
+
+def _algebra(name: str, expr: Expr, variant: Variant) -> list[str]:
+    """What a declared mask or logit becomes: simplified, the logit in base 2 of the raw dot product and taken apart."""
+    if name == "mask":
+        simple = simplify(expr)
+        return [] if simple == expr else [_line("  simplified", expr_text(simple))]
+    if name != "score":
+        return []
+    logit = of_product(expr, variant.sm_scale, base_2=True)
+    lines = [_line("  in base 2", f"{expr_text(logit)}, of the raw dot product")]
+    hoisted = hoist((logit,), split_positions=variant.dtype != "fp32")
+    places = (
+        ("a head", hoisted.uniform),
+        ("a query", hoisted.rows),
+        ("a key", hoisted.columns),
+        ("a pair", hoisted.shared),
+    )
+    named = [
+        _line(f"  {often}", f"{local.name} = {expr_text(value)}") for often, part in places for local, value in part
+    ]
+    return [*lines, *named, _line("  a pair", expr_text(hoisted.bodies[0]))] if named else lines
 
 
 def plan_text(plan: OpPlan, kernels: Iterable[KernelPlan]) -> str:

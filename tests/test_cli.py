@@ -233,6 +233,7 @@ def test_explain_variant_shows_every_field(small: Path):
     lines = dict(row for row in rows(succeed("explain", "gemma2-9b-local", "--stage", "variant")))
     assert lines["mask"] == "(k <= q) & (q - 4095 <= k)"
     assert lines["score"] == "50.0 * tanh(score * 0.02)"
+    assert lines["in base 2"] == "tanh(score * 0.00125) * 72.13475204444816, of the raw dot product"
     assert (lines["num_qo_heads"], lines["num_kv_heads"], lines["head_dim_vo"]) == ("16", "8", "256")
     assert (lines["q_layout"], lines["params"], lines["sm_scale"]) == ("padded", "none", "0.0625")
 
@@ -241,6 +242,9 @@ def test_explain_variant_shows_parameters(tmp_path: Path):
     slopes = ag.AttentionSpec(name="s", heads=ag.MHA(num_heads=2, head_dim=16), score_mods=(ag.ALiBi(slopes="slopes"),))
     lines = dict(rows(succeed("explain", spec_file(tmp_path, slopes), "--stage", "variant")))
     assert lines["params"] == "slopes fp32 [num_qo_heads]"
+    assert lines["a head"] == "uniform_0 = slopes[h] * 1.4426950408889634"
+    assert (lines["a query"], lines["a key"]) == ("row_0 = uniform_0 * q", "column_0 = uniform_0 * k")
+    assert lines["a pair"] == "score * 0.36067376022224085 + (column_0 - row_0)"
 
 
 def test_explain_plan(small: Path):

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.ir.differentiate import differentiate, param_gradients
 from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load, coords
+from attngen.ir.hoist import hoist
 from attngen.ir.intervals import position_axes
+from attngen.ir.simplify import of_product
 from attngen.schedule.plan import KernelPlan
 
 
@@ -46,6 +48,30 @@ class TileLoad:
     load: Load
     per_query: bool
     per_key: bool
+
+
+Definitions = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class HoistedLogit:
+    """The logit as a function of the raw dot product ``score``, in parts. Definitions are pairs of a name and a text.
+
+    Attributes:
+        uniform: once a program; where the rows of a tile have different heads, once a row.
+        rows: once a row, before the loop over keys; may use ``uniform``.
+        columns: once a column, in each tile of keys; may use ``uniform``.
+        shared: in each pair, in this order, before ``text`` and ``slope``.
+        text: the logit, in base 2 if asked for.
+        slope: derivative of the logit (in base e) by the scaled dot product; empty unless asked for.
+    """
+
+    uniform: Definitions
+    rows: Definitions
+    columns: Definitions
+    shared: Definitions
+    text: str
+    slope: str
 
 
 class Emit:
@@ -126,6 +152,27 @@ class Emit:
     def dscore(self, **names: str) -> str:
         """Derivative of the logit with respect to the scaled score; coordinates ``score b h q k``."""
         return self.expr(self._dscore, **names)
+
+    def hoisted_logit(self, base_2: bool, /, *, slope: bool = False, **names: str) -> HoistedLogit:
+        """The logit of the raw dot product: scale and ``log2(e)`` folded in, taken apart by how often a part is computed.
+
+        Args:
+            base_2: in units for ``exp2``.
+            slope: the derivative as well, from the same definitions.
+            names: coordinates ``score b h q k``; ``score`` is the raw dot product.
+        """
+        variant = self._plan.variant
+        exprs = [of_product(variant.score, variant.sm_scale, base_2=base_2)]
+        if slope:
+            exprs.append(of_product(self._dscore, variant.sm_scale))
+        hoisted = hoist(exprs, split_positions=variant.dtype != "fp32")
+        parts = (hoisted.uniform, hoisted.rows, hoisted.columns, hoisted.shared)
+        printer = self._printer({**names, **{local.name: local.name for part in parts for local, _ in part}})
+        uniform, rows, columns, shared = (
+            tuple((local.name, printer.print(value)) for local, value in part) for part in parts
+        )
+        text, *rest = (printer.print(body) for body in hoisted.bodies)
+        return HoistedLogit(uniform, rows, columns, shared, text, rest[0] if rest else "")
 
     def param_gradients(self, **names: str) -> list[ParamGradient]:
         """Contributions of one logit to the gradients of the floating parameters."""
