@@ -13,13 +13,8 @@ from tests.acceptance.probes import STORAGES, Place, State, assert_state, attend
 CHUNK = 8
 
 
-@ag.mask_mod
-def same_chunk(b, h, q, k):
-    return q // CHUNK == k // CHUNK
-
-
 def declare_chunks(kv: ag.Contiguous) -> ag.AttentionSpec:
-    return declare(mask=ag.Causal() & same_chunk, kv=kv)
+    return declare(mask=ag.Causal() & ag.Chunked(CHUNK), kv=kv)
 
 
 @pytest.mark.parametrize("kv", STORAGES, ids=lambda kv: kv.kind)

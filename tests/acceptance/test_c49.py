@@ -28,11 +28,6 @@ IDS = torch.arange(3).repeat_interleave(torch.tensor(LENS)).to(torch.int32)[None
 EACH_SPEC = pytest.mark.parametrize(("dtype", "biased"), [("fp16", False), ("bf16", False), ("fp16", True)])
 
 
-@ag.mask_mod
-def same_document(b, h, q, k, ids: ag.Tensor("batch", "max_kv_len", dtype="i32")):
-    return ids[b, q] == ids[b, k]
-
-
 @ag.score_mod
 def relative(score, b, h, q, k):
     return score + (q - k)
@@ -40,7 +35,7 @@ def relative(score, b, h, q, k):
 
 def declare_documents(dtype: str, *, biased: bool, mask: ag.MaskMod | None = None) -> ag.AttentionSpec:
     mods = (relative,) if biased else ()
-    return declare(mask=mask or ag.Causal() & same_document, score_mods=mods, dtype=dtype)
+    return declare(mask=mask or ag.Causal() & ag.Document("ids"), score_mods=mods, dtype=dtype)
 
 
 def add_distance(scores: torch.Tensor) -> torch.Tensor:

@@ -29,13 +29,20 @@ def ancestry() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
-@pytest.mark.parametrize("mask", [tree, ag.Causal() & tree], ids=["tree", "causal and tree"])
+@pytest.mark.parametrize(
+    "mask",
+    [ag.Tree("ancestors"), ag.Causal() & ag.Tree("ancestors"), ag.Tree("ancestors", packed=True), ag.Causal() & tree],
+    ids=["tree", "causal and tree", "packed", "by hand"],
+)
 def test_c50_siblings_do_not_see_each_other(place: Place, mask: ag.MaskMod, op: OpName) -> None:
     spec = declare(8, 1, mask=mask, kv=ag.Paged(page_size=16))
     request = probe(spec, 5, PREFIX + 5)
     v = torch.zeros_like(request.v)
     v[PREFIX:, 0, :5] = torch.eye(5)
-    params = {"prefix": torch.tensor([PREFIX], dtype=torch.int32), "ancestors": ancestry()}
+    given = {"prefix": torch.tensor([PREFIX], dtype=torch.int32), "ancestors": ancestry()}
+    if mask == ag.Tree("ancestors", packed=True):
+        given["ancestors"] = (ancestry() << torch.arange(5)).sum(-1, keepdim=True).to(torch.uint8)
+    params = {param.name: given[param.name] for param in mask.params()}
     (state,) = attend(place, spec, op, [Request(request.q, request.k, v)], params)
     visible = {0: (0,), 1: (0, 1), 2: (0, 2), 3: (0, 1, 3), 4: (0, 2, 4)}
     want = torch.zeros(5, 1, 64, dtype=torch.float64)
