@@ -460,3 +460,16 @@ def test_an_untrusted_cache_is_an_error(tmp_path: Path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     assert "the cache folder" in fail("cache", "gc")
+
+
+def test_show_draws_sample_values(tmp_path: Path):
+    """Primitives that read data bring an example of it; a tensor that is passed comes first."""
+    size = ("--kv-len", "64", "--tile-q", "16", "--tile-kv", "16", "--backend", "cpp", "--target", "cpu")
+    text = succeed("show", "paligemma-3b", *size)
+    assert "sample values of prefix_len: pass others with --param" in text
+    assert f"4096 pairs: {sum(max(16, q + 1) for q in range(64))} visible" in text
+    tensor = tmp_path / "lengths.pt"
+    torch.save(torch.tensor([64], dtype=torch.int32), tensor)
+    text = succeed("show", "paligemma-3b", *size, "--param", f"prefix_len={tensor}")
+    assert "sample values" not in text
+    assert "4096 pairs: 4096 visible" in text

@@ -16,7 +16,7 @@ from attngen.errors import ArgumentError, AttngenError
 from attngen.ir.expr import TRUE, Const
 from attngen.ir.text import to_text
 from attngen.masks import MaskMod
-from attngen.picture import TileMap, read_parameter, save_png, telling_length, terminal_picture
+from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
 from attngen.picture.png import PAIRS, UNDECIDED, Canvas, draw
 from attngen.picture.terminal import VISIBLE, WHOLE, counts, pixel_edges
 from attngen.picture.tiles import assume
@@ -351,3 +351,17 @@ def test_read_parameter(tmp_path: Path):
 def test_the_title_shows_the_mask():
     tiles = tile_map(ag.Causal() & ag.SlidingWindow(left=7), 32, 32, 16, 16)
     assert printed(tiles, 80).splitlines()[0] == to_text(tiles.variant.mask)
+
+
+@pytest.mark.parametrize("name", sorted(ag.shipped_specs()))
+def test_shipped_masks_are_drawn(name):
+    """With sample values of their parameters nothing is undecided, and no class contradicts the predicate."""
+    mask = ag.load_spec(name).mask
+    samples = sample_parameters(ag.AttentionSpec(heads=ag.MHA(4, 64), mask=mask), 96, 96)
+    tiles = tile_map(mask, 96, 96, 16, 24, params=samples)
+    found = tiles.count([*range(0, 97, 16)], [*range(0, 97, 24)])
+    assert not found.undecided.any()
+    for row, names in enumerate(tiles.classes):
+        for column, drawn in enumerate(names):
+            visible, total = int(found.visible[row, column]), int(found.total[row, column])
+            assert visible == {"none": 0, "all": total}.get(drawn, visible), (row, column, drawn)

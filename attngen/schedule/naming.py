@@ -78,5 +78,6 @@ def _label(term: Expr) -> str:
 
 
 def _read(expr: Expr) -> str:
-    """Names of the parameters that an expression reads."""
-    return "_".join(sorted(params(expr)))
+    """Names of the parameters that an expression reads, if they are few."""
+    names = sorted(params(expr))
+    return "_".join(names) if len(names) <= 2 else ""

@@ -17,7 +17,8 @@ class Fire(ScoreMod):
     """``score + b2[h] + sum_i w2[h, i] * max(0, w1[i] * x + b1[i])`` (Li et al., arXiv 2310.04418).
 
     ``x = psi(|q - k|) / psi(max(q, L, 1))`` with ``psi(y) = log(1 + |c| * y)``: the distance, compressed, as a share of the
-    position. The network is written out, so its cost grows with ``width``, in backward once more for each of its weights.
+    position. The network is written out, so its cost grows with ``width``, and backward adds a sum for each of its weights: at
+    the paper's width its kernels take minutes to build for a GPU.
 
     Attributes:
         width: hidden units; 32 in the paper.
