@@ -143,7 +143,7 @@ class Printer:
         """Element offset of ``param[indices]`` in a contiguous tensor."""
         if not indices:
             return "0"
-        text = self.text(indices[0], _LOOSE if len(indices) == 1 else _ATOM)
+        text = self.text(indices[0], _SUM if len(indices) == 1 else _ATOM)
         if len(indices) > 1:
             text = self.dialect.call("widen", text)
         for axis, index in enumerate(indices[1:], start=1):

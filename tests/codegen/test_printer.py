@@ -11,7 +11,7 @@ from attngen.ir.expr import SCORE, Extent, K, Load, Local, Q, binary
 from attngen.ir.params import Param
 from attngen.ir.text import parse
 
-PARAMS = (Param("bits", ("batch", "n"), "u8"), Param("slope", ()))
+PARAMS = (Param("bits", ("batch", "n"), "u8"), Param("slope", ()), Param("steps", (8,), "i32"))
 NAMES = {"q": "q_pos", "k": "kv_pos", "b": "b"}
 
 
@@ -26,6 +26,11 @@ def printed(text, dialect):
         ("q >> 40", "q_pos >> 31", "q_pos >> 31"),
         ("q + (k >> 3) * 2", "q_pos + (kv_pos >> 3) * 2", "q_pos + (kv_pos >> 3) * 2"),
         ("(q >> 1) >> k", "shift_right(q_pos >> 1, kv_pos)", "shift_right(q_pos >> 1, kv_pos)"),
+        (
+            "steps[k >> 3]",
+            "tl.load(param_steps + (kv_pos >> 3), mask=((kv_pos >> 3) >= 0) & ((kv_pos >> 3) < param_steps_dim0), other=0)",
+            "(((kv_pos >> 3) >= 0) & ((kv_pos >> 3) < param_steps_dim0) ? param_steps[(kv_pos >> 3)] : 0)",
+        ),
         ("q + k >> 1", "(q_pos + kv_pos) >> 1", "(q_pos + kv_pos) >> 1"),
         (
             "bits[b, 0]",
