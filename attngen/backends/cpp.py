@@ -50,7 +50,7 @@ class CppBackend:
     """The system C++ compiler, or the one that ``CXX`` names."""
 
     name = "cpp"
-    features: frozenset[str] = frozenset({"dropout", "elementwise", "exact", "gate", "sink"})
+    features: frozenset[str] = frozenset({"dropout", "elementwise", "exact", "gate", "qk_norm", "rope", "sink"})
     suffix = ".cpp"
     dialect: Dialect = CppDialect()
     kinds: tuple[str, ...] = ("cpu",)
