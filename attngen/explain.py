@@ -11,9 +11,9 @@ from typing import Any, Literal
 from attngen.compiler import compile as compile_spec
 from attngen.compiler import plan_op, render_kernel
 from attngen.errors import SpecError, UnsupportedError
-from attngen.ir.expr import Expr
+from attngen.ir.expr import Expr, Load
 from attngen.ir.hoist import hoist
-from attngen.ir.intervals import Span
+from attngen.ir.intervals import Span, position_axes
 from attngen.ir.simplify import of_product, simplify
 from attngen.ir.text import to_text
 from attngen.ops.op import BuiltKernel
@@ -153,6 +153,9 @@ def kernel_text(kernel: KernelPlan) -> str:
             _span_lines("queries", kernel.queries) if kernel.schedule == "dkdv" else _span_lines("keys", kernel.keys)
         )
         lines += [_line("tile any", expr_text(kernel.tile.any)), _line("tile all", expr_text(kernel.tile.all))]
+        if kernel.lists:
+            loads = "; ".join(f"{expr_text(load)} by {' and '.join(_axes(load))}" for load in kernel.tile.loads)
+            lines.append(_line("tile lists", f"from the extents (lo, hi) of {loads}"))
     width = max(len(arg.name) for arg in kernel.args)
     lines += [
         _line("args" if not index else "", f"{arg.name:<{width}}  {arg.type}") for index, arg in enumerate(kernel.args)
@@ -246,6 +249,10 @@ def _span_lines(side: str, span: Span) -> list[str]:
         *([] if span.hole_lo is None else [_line("hidden", _range(span.hole_lo, span.hole_hi))]),
         _line("unmasked", whole),
     ]
+
+
+def _axes(load: Load) -> list[str]:
+    return [side for axis, side in (("q", "query tile"), ("k", "key tile")) if axis in position_axes(load)]
 
 
 def _range(first: Expr | None, last: Expr | None) -> str:

@@ -365,3 +365,21 @@ def test_shipped_masks_are_drawn(name):
         for column, drawn in enumerate(names):
             visible, total = int(found.visible[row, column]), int(found.total[row, column])
             assert visible == {"none": 0, "all": total}.get(drawn, visible), (row, column, drawn)
+
+
+def test_tiles_of_data_are_classified_by_their_extents():
+    """Four documents of 256 tokens, causal, in tiles of 64: 4 * 4 diagonal tiles are partial, 4 * 6 below them whole."""
+    doc_ids = (torch.arange(1024) // 256).int()[None]
+    mask = ag.Causal() & ag.Document("doc_ids")
+    tiles = tile_map(mask, 1024, 1024, 64, 64, params={"doc_ids": doc_ids})
+    assert numbers(tiles) == (216, 16, 24)
+    assert (tiles.visited_pairs, int(tiles.pairs.visible)) == (40 * 64 * 64, 4 * 256 * 257 // 2)
+    assert numbers(tile_map(mask, 1024, 1024, 64, 64)) == (120, 136, 0)  # without values: what causal alone tells
+
+
+def test_packed_bits_are_classified_by_their_bytes():
+    bits = torch.zeros(1, 64, 8, dtype=torch.uint8)
+    bits[:, :32, :4] = 255
+    bits[:, 40, 7] = 16
+    tiles = tile_map(ag.Dense("mask", packed=True), 64, 64, 16, 16, params={"mask": bits[:, None]})
+    assert numbers(tiles) == (11, 1, 4)

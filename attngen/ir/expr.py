@@ -392,5 +392,7 @@ def coords(expr: Expr) -> frozenset[str]:
 
 
 def params(expr: Expr) -> frozenset[str]:
-    """Names of the runtime parameters that ``expr`` loads or measures."""
-    return frozenset(node.param for node in expr.walk() if isinstance(node, (Load, Size)))
+    """Names of the runtime parameters that ``expr``, or an extent in it, loads or measures."""
+    nodes = list(expr.walk())
+    direct = frozenset(node.param for node in nodes if isinstance(node, (Load, Size)))
+    return direct.union(*(params(node.load) for node in nodes if isinstance(node, Extent)))

@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 
 from attngen.errors import ArgumentError
-from attngen.ir.evaluate import evaluate
-from attngen.ir.expr import Binary, Const, Expr, Size, Unary, and_, not_, or_, params
+from attngen.ir.evaluate import evaluate, extents
+from attngen.ir.expr import Binary, Const, Expr, Load, Size, Unary, and_, not_, or_, params
+from attngen.ir.intervals import position_axes
 from attngen.ir.scalar import Number, evaluate_scalar
 from attngen.schedule import KernelPlan
 from attngen.variant import Variant
@@ -176,7 +177,8 @@ class TileMap:
         lo, hi = self._bound(span.lo, 0, env), self._bound(span.hi, self.kv_len - 1, env)
         full_lo, full_hi = self._bound(span.full_lo, 0, env), self._bound(span.full_hi, self.kv_len - 1, env)
         has_full = span.has_full and not self._unknown(span.full_lo) and not self._unknown(span.full_hi)
-        any_visible = assume(self.plan.tile.any, self.params, True)
+        tile = self.plan.tile
+        any_visible, all_visible = assume(tile.any, self.params, True), assume(tile.all, self.params, False)
 
         def name(k0: int) -> ClassName:
             k1 = min(k0 + self.tile_kv, self.kv_len) - 1
@@ -184,10 +186,39 @@ class TileMap:
                 return "none"
             if has_full and full_lo <= k0 and k1 <= full_hi:
                 return "all"
-            seen = span.solid or evaluate_scalar(any_visible, {**env, "k0": k0, "k1": k1}, self._load)
-            return "some" if seen else "none"
+            corners: dict[object, int] = {**env, "k0": k0, "k1": k1, **self._extents((first, last), (k0, k1))}
+            if not span.solid and not evaluate_scalar(any_visible, corners, self._load):
+                return "none"
+            return "all" if self.plan.lists and evaluate_scalar(all_visible, corners, self._load) else "some"
 
         return tuple(name(k0) for k0 in range(0, self.kv_len, self.tile_kv))
+
+    def _extents(self, queries: tuple[int, int], keys: tuple[int, int]) -> dict[object, int]:
+        """What the loads of known parameters that tell tiles apart give in one tile; each tile of either side is read once."""
+        found: dict[object, int] = {}
+        for load in self._loads:
+            axes = position_axes(load)
+            tile = (load, queries if "q" in axes else None, keys if "k" in axes else None)
+            if tile not in self._read:
+                q, k = (torch.arange(first, last + 1) for first, last in (queries, keys))
+                env: dict[str, torch.Tensor | int | float] = {
+                    "b": self.request,
+                    "h": self.head,
+                    "q": q[:, None],
+                    "k": k,
+                }
+                env |= {"qo_len": self.qo_len, "kv_len": self.kv_len}
+                self._read[tile] = dict(extents((load,), env, self.params).items())
+            found |= self._read[tile]
+        return found
+
+    @cached_property
+    def _loads(self) -> tuple[Load, ...]:
+        return tuple(load for load in self.plan.tile.loads if params(load) <= set(self.params))
+
+    @cached_property
+    def _read(self) -> dict[object, dict[object, int]]:
+        return {}
 
     @cached_property
     def _sizes(self) -> dict[object, int]:
