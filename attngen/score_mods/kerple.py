@@ -36,7 +36,7 @@ class Kerple(ScoreMod):
         distance = unary("abs", binary("sub", Q, K))
         if self.form == "log":
             size = unary("log", binary("add", 1.0, binary("mul", r2, distance)))
-        else:  # the base is never 0, where a power has no gradient
-            power = binary("pow", cast(binary("max", distance, 1), "f32"), r2)
-            size = select(compare("gt", distance, 0), power, 0.0)
+        else:  # a power of d >= 1, whose gradient exists
+            logarithm = unary("log", cast(binary("max", distance, 1), "f32"))
+            size = select(compare("gt", distance, 0), unary("exp", binary("mul", r2, logarithm)), 0.0)
         return binary("sub", score, binary("mul", r1, size))
