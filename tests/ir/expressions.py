@@ -62,9 +62,9 @@ def stable(max_examples):
     )
 
 
-def element(name, indices):
+def element(name, indices, tensors=TENSORS):
     """``loads`` of the scalar evaluator; an index out of range reads 0."""
-    tensor = TENSORS[name]
+    tensor = tensors[name]
     inside = all(0 <= i < n for i, n in zip(indices, tensor.shape, strict=True))
     return tensor[indices].item() if inside else torch.zeros((), dtype=tensor.dtype).item()
 

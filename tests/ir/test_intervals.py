@@ -30,10 +30,37 @@ MASKS = Trees((Q, K, Q, K, H, Coord("kv_len")), st.integers(-4, 6), st.just(0.5)
 TILES = [(0, 0, 0, 0), (0, 3, 0, 3), (2, 9, 1, 3), (-3, 4, 5, 12), (4, 7, 4, 7), (8, 15, 0, 7), (1, 2, 9, 10)]
 
 
-def grid(mask, h):
+def grid(mask, h, tensors=TENSORS):
     """``mask[q, k]`` of one head, positions from START."""
     env = {**POINT, "h": h, "q": GRID[:, None], "k": GRID[None, :]}
-    return evaluate(mask, env, TENSORS).expand(len(GRID), len(GRID))
+    return evaluate(mask, env, tensors).expand(len(GRID), len(GRID))
+
+
+# Two pieces that read data by position, in every combination.
+READS = st.sampled_from(
+    [
+        "(doc_ids[b, q] == doc_ids[b, k])",
+        "(doc_ids[b, k] >= 0)",
+        "(doc_ids[b, doc_ids[b, q]] < doc_ids[b, k])",
+        "pattern[q // 2, k // 2]",
+        "pattern[q // 4, k]",
+        "((bits[q, k >> 3] >> (k % 8)) % 2 == 1)",
+        "bool((bits[q // 2, k // 4] >> (k % 4)) % 4)",
+        "(abs(doc_ids[b, q] - doc_ids[b, k]) <= 1)",
+        "(q >= k)",
+    ]
+)
+DATA = st.builds(
+    lambda template, x, y: parse(template.format(x, y), PARAMS),
+    st.sampled_from(["{} & {}", "{} | {}", "~{} & {}", "{} == {}", "where({}, {}, h < 2)"]),
+    READS,
+    READS,
+)
+
+
+def reader(tensors):
+    """``loads`` of the scalar evaluator."""
+    return lambda name, indices: element(name, indices, tensors)
 
 
 def pairs(q0, q1, k0, k1, heads):
@@ -50,16 +77,16 @@ def number(expr, env, default):
     return default if expr is None else evaluate_scalar(expr, env, element)
 
 
-def check_classes(mask, uniform=UNIFORM):
+def check_classes(mask, uniform=UNIFORM, tensors=TENSORS):
     """Returns how many tiles were decided."""
     tile, decided = classify(mask, uniform), 0
     for h in HEADS:
-        visible = grid(mask, h)
+        visible = grid(mask, h, tensors)
         for q0, q1, k0, k1 in TILES:
             env = {"b": 1, "qo_len": 5, "kv_len": 9, "q0": q0, "q1": q1, "k0": k0, "k1": k1}
             env |= {"h": h} if "h" in uniform else {}
-            env |= extents(tile.loads, pairs(q0, q1, k0, k1, h if "h" in uniform else HEADS), TENSORS)
-            some, every = evaluate_scalar(tile.any, env, element), evaluate_scalar(tile.all, env, element)
+            env |= extents(tile.loads, pairs(q0, q1, k0, k1, h if "h" in uniform else HEADS), tensors)
+            some, every = (evaluate_scalar(answer, env, reader(tensors)) for answer in (tile.any, tile.all))
             block = part(part(visible, q0, q1).T, k0, k1)
             assert some or not block.any()
             assert block.all() or not every
@@ -104,6 +131,20 @@ def check_spans(mask):
 def test_classes_never_contradict_the_mask(mask):
     check_classes(mask)
     check_classes(mask, PACKED)
+
+
+@stable(150)
+@given(st.one_of(DATA, MASKS.boolean(3)), st.integers(0, 2**16))
+def test_classes_never_contradict_random_data(mask, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        **TENSORS,
+        "doc_ids": torch.randint(-1, 3, (2, 24), generator=generator, dtype=torch.int32).sort().values,
+        "pattern": torch.rand(12, 12, generator=generator) < 0.5,
+        "bits": torch.tensor([0, 255, 255, 129], dtype=torch.uint8)[torch.randint(4, (16, 3), generator=generator)],
+    }
+    check_classes(mask, UNIFORM, tensors)
+    check_classes(mask, PACKED, tensors)
 
 
 @stable(300)
