@@ -31,7 +31,8 @@ class Tensor:
 
     Args:
         dims: one entry an axis: a size, a name that calls check (``batch``, ``num_qo_heads``, ``num_kv_heads``,
-            ``max_qo_len``, ``max_kv_len``), or any other name. None: a scalar.
+            ``max_qo_len``, ``max_kv_len``), one of these followed by `` or 1`` (a tensor with one element there serves every
+            index), or any other name. None: a scalar. ``slopes.shape[0]`` is a size that only a call decides.
         dtype: ``fp32``, ``bf16``, ``fp16``, ``i32``, ``u8`` or ``bool``; floating ones have gradients.
     """
 
