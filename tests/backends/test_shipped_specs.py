@@ -26,7 +26,8 @@ PAIRS += [
 
 def buildable(spec: ag.AttentionSpec) -> dict[str, int]:
     """Kernels of each op that the spec has and the templates can say."""
-    counts = {"prefill": 1, "decode": 2} | ({} if spec.kv.kind == "paged" else {"backward": 3})
+    shares_a_sum = spec.normalizer.kind == "softmax"  # else backward needs no delta
+    counts = {"prefill": 1, "decode": 2} | ({} if spec.kv.kind == "paged" else {"backward": 2 + shares_a_sum})
     for op in tuple(counts):
         try:
             require_features("triton", backend("triton").features, normalize(spec, op))
