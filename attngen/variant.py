@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attngen.errors import SpecError, UnsupportedError
-from attngen.ir.expr import SCORE, Expr, Load
+from attngen.ir.expr import SCORE, Expr, Load, coords
 from attngen.ir.params import Param
 from attngen.spec import AttentionSpec, QKNorm, Rope, Softmax
 
@@ -74,6 +74,11 @@ class Variant:
     def score_loads(self) -> tuple[Load, ...]:
         """Distinct parameter loads of the score."""
         return tuple(dict.fromkeys(node for node in self.score.walk() if isinstance(node, Load)))
+
+    @property
+    def mask_reads_pairs(self) -> bool:
+        """Whether the mask loads data by both positions."""
+        return any(isinstance(node, Load) and coords(node) >= {"q", "k"} for node in self.mask.walk())
 
     @property
     def is_transformed(self) -> bool:

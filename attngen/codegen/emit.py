@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from attngen.codegen.printer import Dialect, Printer, float32_literal
+from attngen.codegen.samples import Samples, samples, tiles_at_once
 from attngen.ir.differentiate import differentiate, param_gradients
 from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load, coords
 from attngen.ir.hoist import hoist
@@ -100,6 +101,16 @@ class Emit:
                 name = f"{stem}_{len(found)}"
             found[name] = TileLoad(name, load, "q" in axes, "k" in axes)
         return tuple(found.values())
+
+    def samples(self, data: TileLoad) -> dict[str, Samples]:
+        """By axis, at which positions of a tile a load is read."""
+        tiles = self._plan.tiles
+        return {axis: samples(data.load, axis, size) for axis, size in (("q", tiles.q), ("k", tiles.kv))}
+
+    @property
+    def tiles_at_once(self) -> int:
+        """Tiles whose extents a program finds together."""
+        return tiles_at_once(self._plan.tile.loads, self._plan.tiles)
 
     @property
     def has_tile_test(self) -> bool:
