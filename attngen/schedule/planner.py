@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-from attngen.ir.expr import Expr, coords
+from attngen.ir.expr import FALSE, TRUE, Expr, coords
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
@@ -44,6 +44,8 @@ def plan_kernel(
     lists = has_lists(variant, backend) and not split and schedule not in ("merge", "delta")
     per_head = not packed and (schedule != "dkdv" or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)
+    if split and has_lists(variant, backend):
+        tile = TileClass(TRUE, FALSE)  # what is left without the data is in the span, and a test would cost more than it saves
     if tiles is None:
         plain = not (variant.is_transformed or lists or variant.dropout)
         mappable = schedule == "forward" and plain and not split and variant.kv_layout != "paged" and keys.has_full
