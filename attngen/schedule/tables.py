@@ -25,7 +25,7 @@ class Row:
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
         plain: only where a pair costs a product and an exponential (``True``), only where it costs more, by a score mod or
             dropout (``False``), or both (``None``).
-        pairs: only where the mask reads data of each pair (``True``), or wherever (``False``).
+        mask_pairs: only where the mask reads data of each pair (``True``), or wherever (``False``).
         transformed: only where queries and keys are normed or rotated (``True``), or wherever (``False``).
 
     A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, with an unmasked loop.
@@ -39,7 +39,7 @@ class Row:
     group_size: int = 1
     masked: bool | None = None
     plain: bool | None = None
-    pairs: bool = False
+    mask_pairs: bool = False
     transformed: bool = False
 
 
@@ -51,9 +51,9 @@ _AMD = ("gfx942", "gfx950")
 # What sm90a takes for plain scores of 2-byte elements is measured on an H200 (decode up to 16 heads a group); everything else is
 # only known to compile and to fit.
 TRITON = (
-    Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, pairs=True),
-    Row("prefill", 128, Tiles(128, 32, 8, 3), itemsize=2, archs=_HOPPER, pairs=True),
-    Row("prefill", 256, Tiles(64, 32, 4, 2), itemsize=2, archs=_HOPPER, pairs=True),
+    Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
+    Row("prefill", 128, Tiles(128, 32, 8, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
+    Row("prefill", 256, Tiles(64, 32, 4, 2), itemsize=2, archs=_HOPPER, mask_pairs=True),
     Row("prefill", 128, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, transformed=True),
     Row("prefill", 256, Tiles(64, 32, 4, 1), itemsize=2, archs=_CUDA, transformed=True),
     Row("decode", 128, Tiles(32, 32, 4, 3), itemsize=2, archs=_HOPPER, group_size=17, transformed=True),
@@ -144,7 +144,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
             and variant.group_size >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
-            and row.pairs <= variant.mask_reads_pairs
+            and row.mask_pairs <= variant.mask_reads_pairs
             and row.transformed <= variant.is_transformed
             and row.tiles.maps <= mappable
         ):
