@@ -45,7 +45,9 @@ def plan_kernel(
     per_head = not packed and (schedule != "dkdv" or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)
     if split and has_lists(variant, backend):
-        tile = TileClass(TRUE, FALSE)  # what is left without the data is in the span, and a test would cost more than it saves
+        tile = TileClass(
+            TRUE, FALSE
+        )  # what is left without the data is in the span, and a test would cost more than it saves
     if tiles is None:
         plain = not (variant.is_transformed or lists or variant.dropout)
         mappable = schedule == "forward" and plain and not split and variant.kv_layout != "paged" and keys.has_full
