@@ -36,7 +36,7 @@ class TritonBackend:
     """Triton 3.6 or newer."""
 
     name = "triton"
-    features: frozenset[str] = frozenset({"elementwise", "exact", "gate", "sink"})
+    features: frozenset[str] = frozenset({"dropout", "elementwise", "exact", "gate", "qk_norm", "rope", "sink"})
     suffix = ".py"
     dialect: Dialect = TritonDialect()
     kinds: tuple[str, ...] = ("cuda", "hip", "interpret")
