@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.codegen.samples import Samples, samples, tiles_at_once
 from attngen.ir.differentiate import differentiate, param_gradients
-from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load, coords
+from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load, Type, coords
 from attngen.ir.hoist import hoist
 from attngen.ir.intervals import position_axes
 from attngen.ir.simplify import of_product
@@ -65,6 +65,7 @@ class HoistedLogit:
         shared: in each pair, in this order, before ``text`` and ``slope``.
         text: the logit, in base 2 if asked for.
         slope: derivative of the logit (in base e) by the scaled dot product; empty unless asked for.
+        types: of what is defined, by name.
     """
 
     uniform: Definitions
@@ -73,6 +74,7 @@ class HoistedLogit:
     shared: Definitions
     text: str
     slope: str
+    types: Mapping[str, Type]
 
 
 class Emit:
@@ -183,7 +185,8 @@ class Emit:
             tuple((local.name, printer.print(value)) for local, value in part) for part in parts
         )
         text, *rest = (printer.print(body) for body in hoisted.bodies)
-        return HoistedLogit(uniform, rows, columns, shared, text, rest[0] if rest else "")
+        types = {local.name: value.type for part in parts for local, value in part}
+        return HoistedLogit(uniform, rows, columns, shared, text, rest[0] if rest else "", types)
 
     def param_gradients(self, **names: str) -> list[ParamGradient]:
         """Contributions of one logit to the gradients of the floating parameters."""
