@@ -11,7 +11,6 @@ import torch
 
 from attngen.codegen.printer import Dialect
 from attngen.codegen.toolchain import Toolchain
-from attngen.errors import UnsupportedError
 from attngen.schedule.plan import KernelPlan
 from attngen.target import Target
 from attngen.variant import OpName, Variant
@@ -28,14 +27,12 @@ class Backend(Toolchain, Protocol):
         suffix: of source files.
         dialect: spelling of expressions.
         kinds: target kinds it builds for.
-        features: what its templates do beyond plain softmax; see :func:`require_features`, and ``exact`` parameter gradients.
     """
 
     name: str
     suffix: str
     dialect: Dialect
     kinds: tuple[str, ...]
-    features: frozenset[str]
 
     def check(self, variant: Variant, op: OpName, target: Target) -> None:
         """Capabilities.
@@ -49,30 +46,6 @@ class Backend(Toolchain, Protocol):
 
     def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
         """Load a built kernel into this process, for one device."""
-
-
-def require_features(backend: str, features: frozenset[str], variant: Variant) -> None:
-    """Raise where a variant needs what a backend's templates lack.
-
-    Raises:
-        UnsupportedError: names the features.
-    """
-    needed = {
-        "elementwise": not variant.is_softmax,
-        "sink": variant.sink is not None,
-        "gate": variant.gate is not None,
-        "dropout": variant.dropout > 0,
-        "rope": variant.rope is not None,
-        "qk_norm": variant.qk_norm is not None,
-    }
-    missing = [name for name, is_needed in needed.items() if is_needed and name not in features]
-    if missing:
-        raise UnsupportedError(
-            f"backend {backend} has no {' and no '.join(missing)}",
-            where="spec",
-            why="its kernels do not do that",
-            fix="use backend='reference', or leave it out",
-        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attngen.backends.base import Launch, require_features
+from attngen.backends.base import Launch
 from attngen.codegen.dialects import CppDialect
 from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
@@ -50,14 +50,12 @@ class CppBackend:
     """The system C++ compiler, or the one that ``CXX`` names."""
 
     name = "cpp"
-    features: frozenset[str] = frozenset({"dropout", "elementwise", "exact", "gate", "qk_norm", "rope", "sink"})
     suffix = ".cpp"
     dialect: Dialect = CppDialect()
     kinds: tuple[str, ...] = ("cpu",)
 
     def check(self, variant: Variant, op: OpName, target: Target) -> None:
         """Capabilities; see :meth:`attngen.backends.base.Backend.check`."""
-        require_features(self.name, self.features, variant)
         if target.kind not in self.kinds:
             raise UnsupportedError(
                 f"backend cpp does not build for {target}",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attngen.backends import launcher
-from attngen.backends.base import Launch, require_features
+from attngen.backends.base import Launch
 from attngen.backends.ptxas import Ptxas, choose_ptxas
 from attngen.backends.triton_compile import compile_kernel, excerpt, triton_folder, triton_version
 from attngen.backends.triton_launch import load_hip, load_interpreted
@@ -36,14 +36,12 @@ class TritonBackend:
     """Triton 3.6 or newer."""
 
     name = "triton"
-    features: frozenset[str] = frozenset({"dropout", "elementwise", "exact", "gate", "qk_norm", "rope", "sink"})
     suffix = ".py"
     dialect: Dialect = TritonDialect()
     kinds: tuple[str, ...] = ("cuda", "hip", "interpret")
 
     def check(self, variant: Variant, op: OpName, target: Target) -> None:  # every op is supported
         """Capabilities; see :meth:`attngen.backends.base.Backend.check`."""
-        require_features(self.name, self.features, variant)
         if target.kind not in self.kinds:
             raise UnsupportedError(
                 f"backend triton does not build for {target}",

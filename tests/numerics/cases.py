@@ -7,9 +7,6 @@ from dataclasses import replace
 from itertools import cycle
 
 import attngen as ag
-from attngen.backends.base import require_features
-from attngen.backends.registry import backend as get_backend
-from attngen.variant import normalize
 from tests.numerics.harness import Case
 
 
@@ -171,20 +168,6 @@ def corpus(dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> list[Case]:
         _shipped_cases,
     )
     return [case for group in groups for case in group(dtypes)]
-
-
-def supported(cases: list[Case], backend: str) -> list[Case]:
-    """Those whose features the backend's templates have."""
-    features = get_backend(backend).features
-
-    def runs(case: Case) -> bool:
-        try:
-            require_features(backend, features, normalize(case.spec, case.op))
-        except ag.UnsupportedError:
-            return False
-        return not case.exact or "exact" in features
-
-    return [case for case in cases if runs(case)]
 
 
 def _spec(heads: tuple[int, int], dims: tuple[int, int], **fields: object) -> ag.AttentionSpec:
