@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+import attngen as ag
 from attngen.codegen.dialects import CppDialect, TritonDialect
 from attngen.codegen.printer import Printer
+from attngen.compiler import plan_op, render_kernel
 from attngen.errors import SpecError
 from attngen.ir.expr import SCORE, Extent, K, Load, Local, Q, binary
 from attngen.ir.params import Param
 from attngen.ir.text import parse
+from attngen.target import Target
 
 PARAMS = (Param("bits", ("batch", "n"), "u8"), Param("slope", ()), Param("steps", (8,), "i32"))
 NAMES = {"q": "q_pos", "k": "kv_pos", "b": "b"}
@@ -55,3 +58,12 @@ def test_locals_and_extents_are_spelled_by_their_names():
         printer.print(Extent(extent.load, "hi"))
     with pytest.raises(SpecError, match="'score' has no value here"):
         printer.print(SCORE)
+
+
+def test_masks_reach_kernels_without_arithmetic_on_constants() -> None:
+    """``-6 % 8`` of two literals has no helper's type to go by in Triton."""
+    mask = ag.CustomMask(name="folded", expression="(q - k) % 8 == -6 % 8")
+    spec = ag.AttentionSpec(heads=ag.MHA(num_heads=1, head_dim=16), mask=mask, dtype="fp16")
+    plan = plan_op(spec, "prefill", Target.parse("interpret"), "triton")
+    source = render_kernel(plan.kernel("forward")).source
+    assert "floor_mod(q_pos - kv_pos, 8) == 2" in source
