@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,8 @@ class TileLoad:
 
 
 Definitions = tuple[tuple[str, str], ...]
+_FEW = 8  # uniform values that are worth registers
+_Parts = tuple[Definitions, Definitions, Definitions, Definitions, Mapping[str, Type]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class HoistedLogit:
         shared: in each pair, in this order, before ``text`` and ``slope``.
         text: the logit, in base 2 if asked for.
         slope: derivative of the logit (in base e) by the scaled dot product; empty unless asked for.
+        mask: whether the pair is visible; empty unless asked for.
         types: of what is defined, by name.
     """
 
@@ -72,9 +76,38 @@ class HoistedLogit:
     rows: Definitions
     columns: Definitions
     shared: Definitions
-    text: str
-    slope: str
     types: Mapping[str, Type]
+    text: str
+    slope: str = ""
+    mask: str = ""
+
+    @property
+    def before_loop(self) -> Definitions:
+        """What is computed once, before the loop over tiles."""
+        return (*self.uniform, *self.rows) if self.kept else ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of what is computed before the loop and used in it: rows, and uniform values if they are few."""
+        uniform = self._tile_uniform
+        few = uniform if len(uniform) <= _FEW else ()
+        return tuple(name for name, _ in (*few, *self.rows))
+
+    @property
+    def in_tile(self) -> Definitions:
+        """What each tile computes before its pairs."""
+        uniform = self._tile_uniform
+        return (*(uniform if len(uniform) > _FEW else ()), *self.columns, *self.shared)
+
+    @property
+    def _tile_uniform(self) -> Definitions:
+        needed = " ".join((*(text for _, text in (*self.columns, *self.shared)), self.text, self.slope, self.mask))
+        found: list[tuple[str, str]] = []
+        for name, text in reversed(self.uniform):
+            if re.search(rf"\b{name}\b", needed):
+                found.insert(0, (name, text))
+                needed += f" {text}"
+        return tuple(found)
 
 
 class Emit:
@@ -178,15 +211,25 @@ class Emit:
         exprs = [of_product(variant.score, variant.sm_scale, base_2=base_2)]
         if slope:
             exprs.append(of_product(self._dscore, variant.sm_scale))
-        hoisted = hoist(exprs, split_positions=variant.dtype != "fp32")
+        definitions, (text, *rest) = self._hoisted(exprs, names)
+        return HoistedLogit(*definitions, text, rest[0] if rest else "")
+
+    def hoisted_pair(self, base_2: bool, /, **names: str) -> HoistedLogit:
+        """Logit and mask from the same definitions; each empty where the variant leaves it out."""
+        variant = self._plan.variant
+        exprs = [of_product(variant.score, variant.sm_scale, base_2=base_2)] if self.has_score_mod else []
+        definitions, texts = self._hoisted([*exprs, variant.mask], names)
+        return HoistedLogit(*definitions, texts[0] if exprs else "", mask=texts[-1] if self.has_mask else "")
+
+    def _hoisted(self, exprs: list[Expr], names: dict[str, str]) -> tuple[_Parts, tuple[str, ...]]:
+        hoisted = hoist(exprs, split_positions=self._plan.variant.dtype != "fp32")
         parts = (hoisted.uniform, hoisted.rows, hoisted.columns, hoisted.shared)
         printer = self._printer({**names, **{local.name: local.name for part in parts for local, _ in part}})
         uniform, rows, columns, shared = (
             tuple((local.name, printer.print(value)) for local, value in part) for part in parts
         )
-        text, *rest = (printer.print(body) for body in hoisted.bodies)
         types = {local.name: value.type for part in parts for local, value in part}
-        return HoistedLogit(uniform, rows, columns, shared, text, rest[0] if rest else "", types)
+        return (uniform, rows, columns, shared, types), tuple(printer.print(body) for body in hoisted.bodies)
 
     def param_gradients(self, **names: str) -> list[ParamGradient]:
         """Contributions of one logit to the gradients of the floating parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from attngen.ir.expr import Expr, H
 from attngen.ir.intervals import Span, TileClass
 from attngen.schedule.rotation import Turns, turns
 from attngen.target import Target
@@ -74,6 +75,7 @@ class KernelPlan:
         tile: none/some/all of one tile; with ``lists``, by the extents of ``tile.loads`` too.
         lists: which tiles to visit is read from lists that another kernel has made, because only the mask's data tell.
         list_heads: lists a tile: 1 if the mask is the same for all heads, else one a query head.
+        list_head: the head whose list serves head ``h``; the lists of other heads need not be made.
         gradients: how parameter gradients are summed: ``added`` by fp32 additions in any order, ``exact`` as integers; empty: they
             are not.
     """
@@ -97,6 +99,7 @@ class KernelPlan:
     tile: TileClass
     lists: bool = False
     list_heads: int = 1
+    list_head: Expr = H
     gradients: Literal["", "added", "exact"] = ""
 
     @property

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Literal
 
-from attngen.ir.expr import FALSE, TRUE, Expr, coords
+from attngen.ir.expr import FALSE, TRUE, Compare, Const, Expr, H, Select, Size, and_, coords, select
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
@@ -49,8 +49,9 @@ def plan_kernel(
             TRUE, FALSE
         )  # what is left without the data is in the span, and a test would cost more than it saves
     if tiles is None:
-        plain = not (variant.is_transformed or lists or variant.dropout)
-        mappable = schedule == "forward" and plain and not split and variant.kv_layout != "paged" and keys.has_full
+        plain = not (variant.is_transformed or variant.dropout)
+        has_full = keys.has_full or lists
+        mappable = schedule == "forward" and plain and not split and variant.kv_layout != "paged" and has_full
         tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
     return KernelPlan(
         schedule=schedule,
@@ -72,17 +73,32 @@ def plan_kernel(
         tile=tile,
         lists=lists,
         list_heads=variant.num_qo_heads if "h" in coords(variant.mask) else 1,
+        list_head=_list_head(variant.mask),
         gradients=gradients,
     )
 
 
 # Backends whose kernels read lists of tiles.
-_LISTS: frozenset[str] = frozenset({"cpp"})
+_LISTS: frozenset[str] = frozenset({"cpp", "triton"})
 
 
 def has_lists(variant: Variant, backend: str) -> bool:
     """Whether tiles of the mask are told apart by data that is read by position."""
     return backend in _LISTS and bool(data_loads(variant.mask))
+
+
+def _list_head(mask: Expr) -> Expr:
+    """The head whose list serves head ``h``: 0 for all where every parameter that ``h`` indexes turns out to have one head."""
+    shared: list[Expr] = []
+
+    def reads_head(expr: Expr) -> bool:
+        match expr:
+            case Select(Compare("eq", Size(), Const(1)) as test, Const(0), x) if x == H:
+                shared.append(test)
+                return False
+        return expr == H or any(reads_head(operand) for operand in expr.children())
+
+    return H if reads_head(mask) or not shared else select(reduce(and_, dict.fromkeys(shared)), 0, H)
 
 
 @lru_cache(maxsize=256)
