@@ -49,9 +49,7 @@ def plan_kernel(
             TRUE, FALSE
         )  # what is left without the data is in the span, and a test would cost more than it saves
     if tiles is None:
-        plain = not (variant.is_transformed or variant.dropout)
-        has_full = keys.has_full or lists
-        mappable = schedule == "forward" and plain and not split and variant.kv_layout != "paged" and has_full
+        mappable = schedule == "forward" and not split and (keys.has_full or lists) and _fits_maps(variant)
         tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
     return KernelPlan(
         schedule=schedule,
@@ -76,6 +74,12 @@ def plan_kernel(
         list_head=_list_head(variant.mask),
         gradients=gradients,
     )
+
+
+def _fits_maps(variant: Variant) -> bool:
+    """Whether keys and values can come by tensor maps, and a pair needs so little that two blocks fit a multiprocessor."""
+    touched = variant.is_transformed or variant.dropout or variant.reads_pairs or len(variant.score_loads) > 8
+    return variant.kv_layout != "paged" and not touched
 
 
 # Backends whose kernels read lists of tiles.

@@ -54,6 +54,8 @@ _AMD = ("gfx942", "gfx950")
 # What sm90a takes for plain scores of 2-byte elements is measured on an H200 (decode up to 16 heads a group); everything else is
 # only known to compile and to fit.
 TRITON = (
+    Row("prefill", 128, Tiles(128, 64, 8, 2, max_registers=128, maps=True), itemsize=2, archs=("sm90a",)),
+    Row("prefill", 128, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, pairs=True),
     Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
     Row("prefill", 128, Tiles(128, 32, 8, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
     Row("prefill", 256, Tiles(64, 32, 4, 2), itemsize=2, archs=_HOPPER, mask_pairs=True),
@@ -67,7 +69,6 @@ TRITON = (
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 64, Tiles(128, 64, 8, 3, max_registers=128), itemsize=2, archs=("sm90a",)),
     Row("prefill", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_CUDA),
-    Row("prefill", 128, Tiles(128, 64, 8, 2, max_registers=128, maps=True), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 128, 8, 3), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_AMPERE),
     Row("prefill", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_CUDA),
