@@ -86,7 +86,7 @@ class Variant:
         return self.rope is not None or self.qk_norm is not None
 
     @property
-    def reads_pairs(self) -> bool:
+    def score_reads_pairs(self) -> bool:
         """Whether the score loads elements that depend on the query's and the key's position."""
         return any({"q", "k"} <= coords(load) for load in self.score_loads)
 

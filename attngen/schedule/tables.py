@@ -27,8 +27,8 @@ class Row:
             dropout (``False``), or both (``None``).
         mask_pairs: only where the mask reads data of each pair (``True``), or wherever (``False``).
         transformed: only where queries and keys are normed or rotated (``True``), or wherever (``False``).
-        pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept in
-            shared memory as those of keys are.
+        score_pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept
+            in shared memory as those of keys are.
 
     A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, with an unmasked loop.
     """
@@ -43,7 +43,7 @@ class Row:
     plain: bool | None = None
     mask_pairs: bool = False
     transformed: bool = False
-    pairs: bool = False
+    score_pairs: bool = False
 
 
 _HOPPER = ("sm90a", "sm100")
@@ -89,7 +89,7 @@ TRITON = (
     Row("merge", 256, Tiles(1, 16, 2, 1)),
     Row("delta", 256, Tiles(32, 16, 4, 1)),
     Row("dkdv", 128, Tiles(32, 64, 4, 2), itemsize=2, archs=_HOPPER, transformed=True),
-    Row("dkdv", 128, Tiles(32, 64, 4, 2), itemsize=2, archs=_HOPPER, pairs=True),
+    Row("dkdv", 128, Tiles(32, 64, 4, 2), itemsize=2, archs=_HOPPER, score_pairs=True),
     Row("dkdv", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER),
     Row("dkdv", 128, Tiles(64, 128, 8, 3), itemsize=2, archs=_HOPPER, masked=False),
     Row("dkdv", 128, Tiles(32, 64, 4, 3), itemsize=2, archs=("sm90a",)),
@@ -102,7 +102,7 @@ TRITON = (
     Row("dkdv", 256, Tiles(16, 32, 8, 1), itemsize=2),
     Row("dkdv", 256, Tiles(16, 16, 8, 1)),
     Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_HOPPER, transformed=True),
-    Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_HOPPER, pairs=True),
+    Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_HOPPER, score_pairs=True),
     Row("dq", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("dq", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_HOPPER),
     Row("dq", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER),
@@ -155,7 +155,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
             and row.mask_pairs <= variant.mask_reads_pairs
             and row.transformed <= variant.is_transformed
-            and row.pairs <= variant.reads_pairs
+            and row.score_pairs <= variant.score_reads_pairs
             and row.tiles.maps <= mappable
         ):
             return row.tiles
