@@ -78,7 +78,7 @@ def plan_kernel(
 
 def _fits_maps(variant: Variant) -> bool:
     """Whether keys and values can come by tensor maps, and a pair needs so little that two blocks fit a multiprocessor."""
-    touched = variant.is_transformed or variant.dropout or variant.reads_pairs or len(variant.score_loads) > 8
+    touched = variant.is_transformed or variant.dropout or variant.score_reads_pairs or len(variant.score_loads) > 8
     return variant.kv_layout != "paged" and not touched
 
 
