@@ -323,6 +323,7 @@ def _shipped_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         spec = ag.load_spec(name)
         if spec.dtype not in dtypes:
             spec = ag.AttentionSpec.model_validate({**spec.model_dump(), "dtype": "fp16"})
-        yield Case(f"{name}-decode", spec, "decode", (1, 1), (70, 530), seed=index)
+        if not spec.dropout:
+            yield Case(f"{name}-decode", spec, "decode", (1, 1), (70, 530), seed=index)
         op = "prefill" if spec.kv.kind == "paged" else "backward"
         yield Case(f"{name}-{op}", spec, op, (9, 0, 1), (21, 5, 70), seed=index)
