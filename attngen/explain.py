@@ -14,7 +14,7 @@ from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.expr import Expr, Load
 from attngen.ir.hoist import hoist
 from attngen.ir.intervals import Span, position_axes
-from attngen.ir.simplify import of_product, simplify
+from attngen.ir.simplify import of_product
 from attngen.ir.text import to_text
 from attngen.ops.op import BuiltKernel
 from attngen.schedule import KernelPlan, OpPlan
@@ -68,7 +68,9 @@ def explain(request: Request, stage: Stage) -> list[Section]:
     if stage == "spec":
         return [Section(name, request.spec.to_toml(), "toml")]
     if stage == "variant":
-        return [Section(f"{request.op} of {name}", variant_text(normalize(request.spec, request.op)), "text")]
+        return [
+            Section(f"{request.op} of {name}", variant_text(normalize(request.spec, request.op), request.spec), "text")
+        ]
     plan = plan_op(request.spec, request.op, request.target, request.backend)
     if stage == "plan":
         kernels = _chosen(request, plan.kernels) if request.kernel else plan.kernels
@@ -87,13 +89,14 @@ def explain(request: Request, stage: Stage) -> list[Section]:
     return [asm_section(built) for built in ops.op(request.op).kernels if built.plan.schedule in wanted]
 
 
-def variant_text(variant: Variant) -> str:
-    """Every field of a variant, its expressions as Python."""
+def variant_text(variant: Variant, spec: AttentionSpec) -> str:
+    """Every field of a variant of ``spec``, its expressions as Python: as declared, then what they become."""
     lines = []
     for field in fields(variant):
         value = getattr(variant, field.name)
         if isinstance(value, Expr):
-            lines += [_line(field.name, expr_text(value)), *_algebra(field.name, value, variant)]
+            declared_expr = spec.mask.expr() if field.name == "mask" else value
+            lines += [_line(field.name, expr_text(declared_expr)), *_algebra(field.name, value, variant, declared_expr)]
         elif field.name == "params":
             shown = [f"{param.name} {param.dtype} [{', '.join(map(str, param.dims))}]" for param in variant.params]
             lines.append(_line(field.name, "; ".join(shown) or "none"))
@@ -102,11 +105,10 @@ def variant_text(variant: Variant) -> str:
     return "".join(lines)
 
 
-def _algebra(name: str, expr: Expr, variant: Variant) -> list[str]:
+def _algebra(name: str, expr: Expr, variant: Variant, declared_expr: Expr) -> list[str]:
     """What a declared mask or logit becomes: simplified, the logit in base 2 of the raw dot product and taken apart."""
     if name == "mask":
-        simple = simplify(expr)
-        return [] if simple == expr else [_line("  simplified", expr_text(simple))]
+        return [] if expr == declared_expr else [_line("  simplified", expr_text(expr))]
     if name != "score":
         return []
     logit = of_product(expr, variant.sm_scale, base_2=True)

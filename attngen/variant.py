@@ -8,6 +8,7 @@ from typing import Literal
 from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.expr import SCORE, Expr, Load, coords
 from attngen.ir.params import Param
+from attngen.ir.simplify import simplify
 from attngen.spec import AttentionSpec, QKNorm, Rope, Softmax
 
 OpName = Literal["prefill", "decode", "backward"]
@@ -26,7 +27,7 @@ class Variant:
         kv_layout: the same for k and v, or ``paged``.
         page_size: tokens a page; 0 where the cache is not paged.
         dtype, kv_dtype, out_dtype: storage of q, of k and v, of out.
-        mask: bool expression over ``b h q k qo_len kv_len``.
+        mask: bool expression over ``b h q k qo_len kv_len``, simplified.
         score: f32 expression of the logit over ``score`` (the scaled dot product) and the same coordinates.
             With an element-wise normalizer it is the weight itself: the normalizer is then one more function of the logit.
         params: run-time tensors that kernels read element by element: of the expressions, rotation tables, norm weights.
@@ -172,7 +173,7 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         dtype=spec.dtype,
         kv_dtype=kv_dtype,
         out_dtype=spec.out_dtype or spec.dtype,
-        mask=spec.mask.expr(),
+        mask=simplify(spec.mask.expr()),
         score=score if isinstance(spec.normalizer, Softmax) else spec.normalizer.weight(score),
         params=_merged_params(spec, rope),
         normalizer="elementwise" if softmax is None else "softmax",

@@ -14,7 +14,7 @@ from attngen.ir.differentiate import differentiate, param_gradients
 from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load, Type, coords
 from attngen.ir.hoist import hoist
 from attngen.ir.intervals import position_axes
-from attngen.ir.simplify import of_product, simplify
+from attngen.ir.simplify import of_product
 from attngen.schedule.plan import KernelPlan
 
 
@@ -183,8 +183,8 @@ class Emit:
         return self.expr(self._plan.variant.score, **names)
 
     def mask(self, **names: str) -> str:
-        """The mask, simplified, a bool; coordinates ``b h q k``."""
-        return self.expr(simplify(self._plan.variant.mask), **names)
+        """The mask, a bool; coordinates ``b h q k``."""
+        return self.expr(self._plan.variant.mask, **names)
 
     @cached_property
     def _dscore(self) -> Expr:
