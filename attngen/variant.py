@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attngen.errors import SpecError, UnsupportedError
-from attngen.ir.expr import SCORE, Expr, Load, coords
+from attngen.ir.expr import SCORE, Expr, K, Load, Q, coords
+from attngen.ir.loads import position_step
 from attngen.ir.params import Param
 from attngen.ir.simplify import simplify
 from attngen.spec import AttentionSpec, QKNorm, Rope, Softmax
@@ -14,6 +15,7 @@ from attngen.spec import AttentionSpec, QKNorm, Rope, Softmax
 OpName = Literal["prefill", "decode", "backward"]
 OPS: tuple[OpName, ...] = ("prefill", "decode", "backward")
 Layout = Literal["padded", "ragged", "paged"]
+_BLOCK = 16  # queries or keys, from which on masks are told to be of blocks
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,20 @@ class Variant:
         return tuple(dict.fromkeys(node for node in self.score.walk() if isinstance(node, Load)))
 
     @property
+    def mask_reads_data(self) -> bool:
+        """Whether the mask loads data by position."""
+        return any(isinstance(node, Load) and coords(node) & {"q", "k"} for node in self.mask.walk())
+
+    @property
     def mask_reads_pairs(self) -> bool:
         """Whether the mask loads data by both positions."""
         return any(isinstance(node, Load) and coords(node) >= {"q", "k"} for node in self.mask.walk())
+
+    @property
+    def mask_reads_each_pair(self) -> bool:
+        """Whether pairs have data of their own, and not blocks of them."""
+        pairs = [node for node in self.mask.walk() if isinstance(node, Load) and coords(node) >= {"q", "k"}]
+        return any(position_step(node, axis) < _BLOCK for node in pairs for axis in (Q, K))
 
     @property
     def is_transformed(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import gcd
 
-from attngen.ir.expr import Binary, Const, Coord, Expr, Load
+from attngen.ir.expr import Coord, Load
 from attngen.ir.intervals import position_axes
+from attngen.ir.loads import position_step
 from attngen.schedule.plan import Tiles
 
 # Values of one load that a program holds at a time, and tiles it looks at together, at most.
@@ -24,7 +24,7 @@ class Samples:
 
 def samples(load: Load, axis: str, tile: int) -> Samples:
     """Enough positions of a tile, a power of two, to meet every value: an index ``q // 128`` needs two of each 128."""
-    step = min(_step(load, Coord(axis)) or tile, tile)
+    step = min(position_step(load, Coord(axis)) or tile, tile)
     return Samples(1, tile) if step == 1 else Samples(step, 1 << (-(-tile // step)).bit_length())
 
 
@@ -38,13 +38,3 @@ def tiles_at_once(loads: Iterable[Load], tiles: Tiles) -> int:
             size *= samples(load, axis, sizes[axis]).count
         largest = max(largest, size)
     return max(1, min(_TILES, _VALUES // largest))
-
-
-def _step(expr: Expr, axis: Coord) -> int:
-    """How many adjacent positions, from a multiple on, give one value; 0: all do."""
-    match expr:
-        case Binary("floordiv", x, Const(divisor)) if x == axis and isinstance(divisor, int) and divisor > 0:
-            return divisor
-        case Coord():
-            return int(expr == axis)
-    return gcd(*(_step(operand, axis) for operand in expr.children()))

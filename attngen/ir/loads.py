@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from attngen.ir.expr import Compare, Const, Expr, ExprLike, Load, Select, Size, compare, lift, select
+from math import gcd
+
+from attngen.ir.expr import Binary, Compare, Const, Coord, Expr, ExprLike, Load, Select, Size, compare, lift, select
 from attngen.ir.params import Param, is_broadcast
 
 
@@ -34,3 +36,13 @@ def plain_index(param: Param, axis: int, index: Expr) -> Expr:
         ):
             return plain
     return index
+
+
+def position_step(expr: Expr, axis: Coord) -> int:
+    """How many adjacent positions, from a multiple of that number on, give one value; 0: all do, 1: each its own."""
+    match expr:
+        case Binary("floordiv", x, Const(divisor)) if x == axis and isinstance(divisor, int) and divisor > 0:
+            return divisor
+        case Coord():
+            return int(expr == axis)
+    return gcd(*(position_step(operand, axis) for operand in expr.children()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache, reduce
 from typing import Literal
 
-from attngen.ir.expr import FALSE, TRUE, Compare, Const, Expr, H, Select, Size, and_, coords, select
+from attngen.ir.expr import FALSE, TRUE, Compare, Const, Expr, H, K, Select, Size, and_, coords, select
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
@@ -78,8 +78,9 @@ def plan_kernel(
 
 def _fits_maps(variant: Variant) -> bool:
     """Whether keys and values can come by tensor maps, and a pair needs so little that two blocks fit a multiprocessor."""
-    touched = variant.is_transformed or variant.dropout or variant.score_reads_pairs or len(variant.score_loads) > 8
-    return variant.kv_layout != "paged" and not touched
+    gathers = any(coords(load) >= {"q", "k"} and load.indices[-1] != K for load in variant.score_loads)
+    costly = variant.dropout or variant.mask_reads_each_pair or gathers or len(variant.score_loads) > 8
+    return variant.kv_layout != "paged" and not variant.is_transformed and not costly
 
 
 # Backends whose kernels read lists of tiles.

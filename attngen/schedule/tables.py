@@ -25,8 +25,10 @@ class Row:
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
         plain: only where a pair costs a product and an exponential (``True``), only where it costs more, by a score mod or
             dropout (``False``), or both (``None``).
+        mask_data: only where the mask reads data by position (``True``), or wherever (``False``): rows meet few tiles.
         mask_pairs: only where the mask reads data of each pair (``True``), or wherever (``False``).
         transformed: only where queries and keys are normed or rotated (``True``), or wherever (``False``).
+        table: only where rotations come from a table (``True``), or wherever (``False``).
         score_pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept
             in shared memory as those of keys are.
 
@@ -41,8 +43,10 @@ class Row:
     group_size: int = 1
     masked: bool | None = None
     plain: bool | None = None
+    mask_data: bool = False
     mask_pairs: bool = False
     transformed: bool = False
+    table: bool = False
     score_pairs: bool = False
 
 
@@ -54,14 +58,25 @@ _AMD = ("gfx942", "gfx950")
 # What sm90a takes for plain scores of 2-byte elements is measured on an H200 (decode up to 16 heads a group); everything else is
 # only known to compile and to fit.
 TRITON = (
-    Row("prefill", 128, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, transformed=True),
+    Row("prefill", 128, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, transformed=True, table=True),
+    Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, transformed=True),
     Row("prefill", 256, Tiles(64, 32, 4, 1), itemsize=2, archs=_CUDA, transformed=True),
-    Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
+    Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, mask_data=True),
     Row("prefill", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 64, Tiles(128, 64, 8, 3, max_registers=128), itemsize=2, archs=("sm90a",)),
-    Row("prefill", 128, Tiles(128, 64, 8, 2, max_registers=128, maps=True), itemsize=2, archs=("sm90a",)),
+    Row(
+        "prefill",
+        128,
+        Tiles(128, 64, 8, 2, max_registers=128, maps=True),
+        itemsize=2,
+        archs=("sm90a",),
+        mask_pairs=True,
+    ),
     Row("prefill", 128, Tiles(128, 32, 8, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
     Row("prefill", 256, Tiles(64, 32, 4, 2), itemsize=2, archs=_HOPPER, mask_pairs=True),
+    Row("prefill", 128, Tiles(64, 64, 4, 2, maps=True), itemsize=2, archs=("sm90a",), mask_data=True),
+    Row("prefill", 128, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, mask_data=True),
+    Row("prefill", 128, Tiles(128, 64, 8, 2, max_registers=128, maps=True), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, score_pairs=True),
     Row("prefill", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("prefill", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_CUDA),
@@ -153,7 +168,9 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
             and variant.group_size >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
+            and row.mask_data <= variant.mask_reads_data
             and row.mask_pairs <= variant.mask_reads_pairs
+            and row.table <= (variant.rope is not None and variant.rope.table is not None)
             and row.transformed <= variant.is_transformed
             and row.score_pairs <= variant.score_reads_pairs
             and row.tiles.maps <= mappable
