@@ -218,7 +218,7 @@ class Emit:
         """Logit and mask from the same definitions; each empty where the variant leaves it out."""
         variant = self._plan.variant
         exprs = [of_product(variant.score, variant.sm_scale, base_2=base_2)] if self.has_score_mod else []
-        definitions, texts = self._hoisted([*exprs, simplify(variant.mask)], names)
+        definitions, texts = self._hoisted([*exprs, variant.mask], names)
         return HoistedLogit(*definitions, texts[0] if exprs else "", mask=texts[-1] if self.has_mask else "")
 
     def _hoisted(self, exprs: list[Expr], names: dict[str, str]) -> tuple[_Parts, tuple[str, ...]]:
