@@ -29,6 +29,7 @@ class Row:
         mask_pairs: only where the mask reads data of each pair (``True``), or wherever (``False``).
         transformed: only where queries and keys are normed or rotated (``True``), or wherever (``False``).
         table: only where rotations come from a table (``True``), or wherever (``False``).
+        dropout: only where weights are dropped (``True``), or wherever (``False``).
         score_pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept
             in shared memory as those of keys are.
 
@@ -47,6 +48,7 @@ class Row:
     mask_pairs: bool = False
     transformed: bool = False
     table: bool = False
+    dropout: bool = False
     score_pairs: bool = False
 
 
@@ -103,8 +105,12 @@ TRITON = (
     Row("decode", 256, Tiles(16, 16, 8, 1)),
     Row("merge", 256, Tiles(1, 16, 2, 1)),
     Row("delta", 256, Tiles(32, 16, 4, 1)),
-    Row("dkdv", 128, Tiles(32, 64, 4, 2), itemsize=2, archs=_HOPPER, transformed=True),
+    Row("dkdv", 128, Tiles(32, 64, 4, 2), itemsize=2, archs=_HOPPER, table=True),
+    Row("dkdv", 128, Tiles(16, 64, 4, 1), itemsize=2, archs=_CUDA, table=True),
+    Row("dkdv", 128, Tiles(64, 128, 8, 3), itemsize=2, archs=_HOPPER, transformed=True),
     Row("dkdv", 128, Tiles(32, 64, 4, 2), itemsize=2, archs=_HOPPER, score_pairs=True),
+    Row("dkdv", 64, Tiles(32, 64, 4, 3), itemsize=2, archs=_HOPPER, dropout=True),
+    Row("dkdv", 128, Tiles(32, 128, 8, 3), itemsize=2, archs=_HOPPER, dropout=True),
     Row("dkdv", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER),
     Row("dkdv", 128, Tiles(64, 128, 8, 3), itemsize=2, archs=_HOPPER, masked=False),
     Row("dkdv", 128, Tiles(32, 64, 4, 3), itemsize=2, archs=("sm90a",)),
@@ -116,8 +122,13 @@ TRITON = (
     Row("dkdv", 128, Tiles(32, 64, 8, 1), itemsize=2, archs=_AMD),
     Row("dkdv", 256, Tiles(16, 32, 8, 1), itemsize=2),
     Row("dkdv", 256, Tiles(16, 16, 8, 1)),
-    Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_HOPPER, transformed=True),
+    Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_HOPPER, table=True),
+    Row("dq", 128, Tiles(64, 32, 4, 1), itemsize=2, archs=_CUDA, table=True),
+    Row("dq", 256, Tiles(64, 16, 4, 1), itemsize=2, archs=_CUDA, table=True),
+    Row("dq", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER, transformed=True),
     Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_HOPPER, score_pairs=True),
+    Row("dq", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
+    Row("dq", 128, Tiles(128, 32, 8, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
     Row("dq", 64, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, plain=False),
     Row("dq", 64, Tiles(128, 64, 4, 3), itemsize=2, archs=_HOPPER),
     Row("dq", 128, Tiles(128, 64, 8, 3), itemsize=2, archs=_HOPPER),
@@ -172,6 +183,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
             and row.mask_pairs <= variant.mask_reads_pairs
             and row.table <= (variant.rope is not None and variant.rope.table is not None)
             and row.transformed <= variant.is_transformed
+            and row.dropout <= (variant.dropout > 0)
             and row.score_pairs <= variant.score_reads_pairs
             and row.tiles.maps <= mappable
         ):
