@@ -153,8 +153,8 @@ def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: to
     found = iter(rest)
     indices = [next(found) if present else None for present in ctx.present]
     dout = torch.zeros_like(out) if dout is None else dout
-    if not lse.numel():
-        lse = dlse = None  # element-wise weights have none
+    if not isinstance(ctx.ops.spec.normalizer, Softmax):
+        lse = dlse = None  # rows of element-wise weights have none
     exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     dq, dk, dv, *dparams = torch.ops.attngen.backward(
         dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle, exact
