@@ -129,8 +129,9 @@ def test_results():
         ("q\0", "unexpected character '\\x00'", 1),
         ("q < é", "unexpected character 'é'", 4),
         ("(" * 150 + "q" + ")" * 150 + "." * 3, "not valid Python", None),
-        ("-" * 15_000 + "q", "the expression cannot be read", None),
-        ("+".join(["q"] * 3_000), "the expression cannot be read", None),
+        # Python's parser gives up first, or, where somebody has raised its recursion limit, ours does.
+        ("-" * 15_000 + "q", "the expression", None),
+        ("+".join(["q"] * 3_000), "the expression", None),
         ("(" * 300 + "q" + ")" * 300, "too many nested parentheses", None),
         ("9" * 10_000, "9999", None),
     ],
