@@ -22,7 +22,7 @@ from attngen.builds import BuildReport, Job, build_all
 from attngen.compiler import plan_op
 from attngen.doctor import examine, local_backend, local_target
 from attngen.errors import ArgumentError, AttngenError, UnsupportedError
-from attngen.explain import Request, Section, Stage, declared, explain
+from attngen.explain import Request, Section, Stage, declared, explain, others
 from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
 from attngen.settings import Settings
 from attngen.spec import AttentionSpec, load_spec, shipped_specs
@@ -95,7 +95,7 @@ def demo() -> None:
 def list_specs() -> None:
     """Shipped specs, backends and targets."""
     console = _out()
-    table = _table("name", "heads", "head dim", "mask", "score mods", "kv", "dtype")
+    table = _table("name", "heads", "head dim", "mask", "score mods", "other", "kv", "dtype")
     for name in shipped_specs():
         spec = load_spec(name)
         heads = spec.heads
@@ -106,6 +106,7 @@ def list_specs() -> None:
             "/".join(map(str, sorted(dims, reverse=True))),
             declared(spec.mask),
             ", ".join(map(declared, spec.score_mods)) or "none",
+            ", ".join(others(spec)) or "none",
             declared(spec.kv),
             spec.dtype,
         )

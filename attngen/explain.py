@@ -18,7 +18,7 @@ from attngen.ir.simplify import of_product
 from attngen.ir.text import to_text
 from attngen.ops.op import BuiltKernel
 from attngen.schedule import KernelPlan, OpPlan
-from attngen.spec import AttentionSpec
+from attngen.spec import AttentionSpec, Softmax
 from attngen.target import Target
 from attngen.variant import OpName, Variant, normalize
 
@@ -231,6 +231,15 @@ def declared(model: Any) -> str:
         return f"{model.name}: {model.expression}"
     given = model.model_dump(exclude_defaults=True, exclude={"kind"})
     return f"{type(model).__name__}({', '.join(f'{name}={value}' for name, value in given.items())})"
+
+
+def others(spec: AttentionSpec) -> list[str]:
+    """What a spec declares beyond heads, mask, score mods and storage."""
+    parts = [declared(part) for part in (spec.qk_norm, spec.rope) if part is not None]
+    if spec.normalizer != Softmax():
+        parts.append(declared(spec.normalizer))
+    parts += [f"dropout={spec.dropout:g}"] if spec.dropout else []
+    return parts + ([f"output_gate={spec.output_gate}"] if spec.output_gate else [])
 
 
 def expr_text(expr: Expr | None) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from attngen.backends.base import Batch, Inputs
 from attngen.errors import ArgumentError
-from attngen.ir.params import OR_ONE, is_broadcast
+from attngen.ir.params import DIM_NAMES, OR_ONE, is_broadcast
 from attngen.ops.checks import check_index, check_indptr, check_lengths, check_strides, check_tensor
 from attngen.settings import Settings
 from attngen.spec.kv import Paged
@@ -313,28 +312,40 @@ def _check_params(
                 why=f"the spec declares {', '.join(map(repr, declared)) or 'no parameter'}",
                 fix="remove or rename it",
             )
-    sizes = {
+    moved = batch.q_offset is not None or batch.kv_offset is not None  # positions reach beyond the keys of the call
+    sizes: dict[str, int | None] = {
         "batch": batch.batch,
         "num_qo_heads": variant.num_qo_heads,
         "num_kv_heads": variant.num_kv_heads,
         "max_qo_len": batch.qo_len or None,
-        "max_kv_len": batch.kv_len if variant.kv_layout == "padded" else None,
+        "max_kv_len": batch.kv_len if variant.kv_layout == "padded" and not moved else None,
     }
     checked = {}
     for param in variant.params:
+        where = f"params[{param.name!r}]"
+        if batch.q_offset is not None and any(dim in ("max_qo_len", f"max_qo_len{OR_ONE}") for dim in param.dims):
+            raise ArgumentError(
+                f"{param.name} has a row for each query of the call",
+                where="q_offset",
+                why="the row of a query is told by its distance from the last key, which q_offset changes",
+                fix="leave q_offset out, or index a parameter of your own by position",
+            )
         axes = f"[{', '.join(str(dim) for dim in param.dims)}]"
         tensor = given.get(param.name)
-        ones = (n == 1 for n in tensor.shape) if isinstance(tensor, torch.Tensor) else ()
-        shape = [_expected(dim, one, sizes) for dim, one in zip_longest(param.dims, ones, fillvalue=False)]
-        where = f"params[{param.name!r}]"
+        fits = isinstance(tensor, torch.Tensor) and tensor.dim() == len(param.dims)
+        sizes_here = tensor.shape if fits and tensor is not None else [None] * len(param.dims)
+        shape = [_expected(dim, size, sizes) for dim, size in zip(param.dims, sizes_here, strict=True)]
         checked[param.name] = check_tensor(
             where, tensor, dtype=param.dtype, shape=shape, axes=axes, device=device
         ).contiguous()
     return checked
 
 
-def _expected(dim: str | int, is_one: bool, sizes: Mapping[str, int | None]) -> int | None:
-    """The size that a parameter must have along an axis; None where any will do."""
+def _expected(dim: str | int, given: int | None, sizes: dict[str, int | None]) -> int | None:
+    """The size that a parameter must have along an axis; None where any will do. Free names have the size first seen."""
     if isinstance(dim, int):
         return dim
-    return 1 if is_one and is_broadcast(dim) else sizes.get(dim.removesuffix(OR_ONE))
+    if given == 1 and is_broadcast(dim):
+        return 1
+    name = dim.removesuffix(OR_ONE)
+    return sizes.setdefault(name, given) if name not in DIM_NAMES else sizes[name]

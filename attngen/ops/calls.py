@@ -6,14 +6,45 @@ from collections.abc import Mapping
 
 import torch
 
-from attngen.errors import ArgumentError
+from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops.batching import Cache, Lengths, collect_inputs
 from attngen.ops.checks import check_strides, check_tensor, check_writable, readable
 from attngen.ops.op import Op, allocate_backward, allocate_forward
+from attngen.spec import AttentionSpec, Softmax
 
 Params = Mapping[str, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 _OUT_AXES = "[..., num_qo_heads, head_dim_vo]"
+
+
+def check_options(spec: AttentionSpec, *, tracked: bool, out: torch.Tensor | None, partial: bool) -> None:
+    """Raise for options of a forward call that contradict each other or the spec.
+
+    Args:
+        tracked: whether gradients are recorded.
+    """
+    normalizer = spec.normalizer
+    if tracked and out is not None:
+        raise ArgumentError(
+            "out records no gradients",
+            where="out",
+            why="an input requires them",
+            fix="leave out= out, or call under torch.no_grad()",
+        )
+    if partial and normalizer.depends_on_length:
+        raise UnsupportedError(
+            f"partial results of {normalizer.kind} do not add",
+            where="partial",
+            why="its weights depend on kv_len, which is another for a part than for the whole",
+            fix="declare the normalizer with a length or bias of its own",
+        )
+    if tracked and partial and isinstance(normalizer, Softmax) and normalizer.sink_logit() is not None:
+        raise UnsupportedError(
+            "partial results with a sink have no gradients",
+            where="partial",
+            why="backward counts the sink, which they leave out",
+            fix="detach the inputs, or declare the spec without a sink and apply it after merging",
+        )
 
 
 def forward(

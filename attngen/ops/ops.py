@@ -51,9 +51,8 @@ class Ops:
         declared = [param for source in (spec.mask, *spec.score_mods) for param in source.params()]
         self._default_dtypes = {p.name: torch_dtype(p.dtype) for p in declared if p.name in self._defaults}
         variant = _training_variant(spec)
-        self._differentiable = () if variant is None else variant.differentiable
+        self.differentiable = () if variant is None else variant.differentiable
         self._summed = () if variant is None else variant.gradient_params
-        self._has_sink = isinstance(spec.normalizer, Softmax) and spec.normalizer.sink_logit() is not None
         self._handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
         torch_library.register(self._handle, self)
 
@@ -119,7 +118,7 @@ class Ops:
                 it; element-wise normalizers have none.
             lse_base: unit of lse: natural logarithm or base 2.
             partial: results over part of the keys, to be merged with :func:`merge_states`, which then counts the sink once.
-                Element-wise ones simply add.
+                Element-wise ones simply add, if the normalizer has a length or bias of its own.
             return_max: also return the largest logit over visible keys, fp32 ``[..., num_qo_heads]``, without a gradient.
             seed, offset: int64 ``[1]`` of dropout, on the device of q, so that a graph replays with fresh masks; offset is 0 by
                 default.
@@ -251,7 +250,7 @@ class Ops:
                 self._handle, dout, dlse, q, k, v, out, lse, lengths, given, deterministic=deterministic
             )
             grads = dict(zip(given, rest, strict=True))
-            return dq, dk, dv, {name: grads[name] for name in self._differentiable if name in grads}
+            return dq, dk, dv, {name: grads[name] for name in self.differentiable if name in grads}
         return self.run_backward(dout, q, k, v, out, lse, dlse, lengths, given, deterministic=deterministic)
 
     def _check_rows(self, *, return_lse: bool, return_max: bool) -> None:
@@ -287,13 +286,7 @@ class Ops:
         self._check_rows(return_lse=return_lse, return_max=return_max)
         given = self._with_defaults(params)
         tracked = name == "prefill" and _tracked(q, k, v, *given.values())
-        if tracked and partial and self._has_sink:
-            raise UnsupportedError(
-                "partial results with a sink have no gradients",
-                where="partial",
-                why="backward counts the sink, which they leave out",
-                fix="detach the inputs, or declare the spec without a sink and apply it after merging",
-            )
+        calls.check_options(self.spec, tracked=tracked, out=out, partial=partial)
         if out is None and (torch.compiler.is_compiling() or tracked):
             with torch.set_grad_enabled(name == "prefill" and torch.is_grad_enabled()):
                 result, lse, largest = torch_library.attention(

@@ -87,7 +87,7 @@ class ParamSums:
         """By name, in the dtypes of the parameters."""
         found = dict(self._added)
         for name, (top, scale, total) in self._exact.items():
-            found[name] = torch.where(top.isfinite(), total.double() / scale, torch.nan).float()
+            found[name] = torch.where(top[0].isfinite(), total.double() / scale[0], torch.nan).float()
         for side, part in self._norms.items():
             weight = self._variant.norm_weights[side == "dk"]
             assert weight is not None

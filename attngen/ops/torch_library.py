@@ -159,7 +159,8 @@ def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: to
     dq, dk, dv, *dparams = torch.ops.attngen.backward(
         dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle, exact
     )
-    given = [grad if tensor.is_floating_point() else None for grad, tensor in zip(dparams, params, strict=True)]
+    names = ctx.names.split(",") if ctx.names else []
+    given = [grad if name in ctx.ops.differentiable else None for name, grad in zip(names, dparams, strict=True)]
     return dq, dk, dv, None, given, None, None, None, None, None
 
 

@@ -46,6 +46,13 @@ class Temperature(ScoreMod):
                 why="exactly one of gain, floor_scale and train_len says what the factor is",
                 fix="pass one, or two Temperature mods",
             )
+        if self.floor_scale is None and self.attn_scale != type(self).model_fields["attn_scale"].default:
+            raise SpecError(
+                f"attn_scale is given beside {given[0]}",
+                where="Temperature.attn_scale",
+                why="it belongs to floor_scale",
+                fix="leave it out",
+            )
         return self
 
     def params(self) -> tuple[Param, ...]:

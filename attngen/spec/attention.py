@@ -8,7 +8,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from attngen.dtypes import DTypeName
-from attngen.ir.params import Param
+from attngen.ir.names import ParamName
 from attngen.masks import Full, Mask
 from attngen.model import SpecModel
 from attngen.score_mods import AnyScoreMod
@@ -55,14 +55,12 @@ class AttentionSpec(SpecModel):
     rope: Rope | None = None
     qk_norm: QKNorm | None = None
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    output_gate: str | None = None
+    output_gate: ParamName | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.rope is not None and (self.rope.dim or 0) > self.heads.head_dim_qk:
             raise ValueError(f"rope.dim={self.rope.dim} exceeds head_dim_qk={self.heads.head_dim_qk}")
-        if self.output_gate is not None:
-            Param(self.output_gate, ())
         return self
 
     def to_toml(self) -> str:

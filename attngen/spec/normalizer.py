@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from attngen.ir.expr import KV_LEN, Const, Expr, ExprLike, H, Load, binary, cast, unary
+from attngen.ir.expr import KV_LEN, SCORE, Const, Expr, ExprLike, H, Load, binary, cast, coords, unary
+from attngen.ir.names import ParamName
 from attngen.ir.params import Param
 from attngen.model import SpecModel
 
@@ -14,6 +15,11 @@ Length = Annotated[float, Field(gt=0)]
 
 
 class _Normalizer(SpecModel):
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a weight depends on how many keys there are, beyond those it is normalized over."""
+        return False
+
     def params(self) -> tuple[Param, ...]:
         """Run-time tensors it reads."""
         return ()
@@ -29,7 +35,7 @@ class Softmax(_Normalizer):
     """
 
     kind: Literal["softmax"] = "softmax"
-    sink: bool | str = False
+    sink: bool | ParamName = False
     off_by_one: bool = False
 
     @model_validator(mode="after")
@@ -55,11 +61,18 @@ class Softmax(_Normalizer):
 
 
 class _Elementwise(_Normalizer):
-    """A weight that depends on its own logit only: results over parts of the keys add, and there is no lse."""
+    """A weight that depends on its own logit, and on nothing of other keys but, by default, their number.
+
+    There is no lse, and results over parts of the keys add where the length or bias is given.
+    """
 
     def weight(self, logit: Expr) -> Expr:
         """The weight, an f32 expression."""
         raise NotImplementedError(type(self).__name__)
+
+    @property
+    def depends_on_length(self) -> bool:
+        return "kv_len" in coords(self.weight(SCORE))
 
 
 class Sigmoid(_Elementwise):
@@ -72,7 +85,7 @@ class Sigmoid(_Elementwise):
 
     positional: ClassVar[tuple[str, ...]] = ("bias",)
     kind: Literal["sigmoid"] = "sigmoid"
-    bias: float | str | None = None
+    bias: Annotated[float, Field(strict=True)] | ParamName | None = None
 
     @model_validator(mode="after")
     def _names(self) -> Self:

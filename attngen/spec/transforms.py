@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from attngen.ir.names import ParamName
 from attngen.ir.params import Param
 from attngen.model import SpecModel
 
@@ -23,14 +24,20 @@ class Rope(SpecModel):
         interleaved: pairs are neighbours ``(2 i, 2 i + 1)`` (GPT-J, the paper) instead of halves ``(i, i + dim / 2)`` (GPT-NeoX,
             Llama in Hugging Face's layout).
         table: name of a run-time fp32 parameter ``[positions, dim]`` with the cosines of all pairs, then their sines, for scaled
-            frequencies (Llama 3, YaRN); ``theta`` is then unused. Positions outside of it read 0. It has no gradient.
+            frequencies (Llama 3, YaRN), instead of ``theta``. Positions outside of it read 0. It has no gradient.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("dim", "theta", "interleaved", "table")
     dim: RotaryDim | None = None
     theta: float = Field(default=10000.0, gt=1)
     interleaved: bool = False
-    table: str | None = None
+    table: ParamName | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.table is not None and self.theta != type(self).model_fields["theta"].default:
+            raise ValueError("theta and table both tell the angles; declare one")
+        return self
 
     def params(self) -> tuple[Param, ...]:
         """Run-time tensors it reads."""
@@ -50,8 +57,8 @@ class QKNorm(SpecModel):
 
     positional: ClassVar[tuple[str, ...]] = ("eps", "q_weight", "k_weight")
     eps: float = Field(default=1e-6, gt=0)
-    q_weight: str | None = None
-    k_weight: str | None = None
+    q_weight: ParamName | None = None
+    k_weight: ParamName | None = None
 
     def params(self, head_dim: int) -> tuple[Param, ...]:
         """Run-time tensors it reads."""

@@ -119,3 +119,74 @@ def test_an_empty_parameter_reads_0(place: Place) -> None:
     q, k, v, _ = tensors(place)
     out = ops.prefill(q, k, v, params={"flags": torch.ones(0, dtype=torch.bool, device=place.device)})
     assert out.count_nonzero() == 0
+
+
+def test_documents_of_parts_are_told_by_position(place: Place) -> None:
+    """Part of the keys, at their own positions, reads the documents of the whole."""
+    ops = place.compile(spec(mask=ag.Document("doc_ids")))
+    q, k, v, _ = tensors(place, 100)
+    ids = torch.arange(100, dtype=torch.int32, device=place.device)[None] // 50
+    whole = ops.prefill(q, k, v, params={"doc_ids": ids})
+    at = torch.zeros(1, dtype=torch.int32, device=place.device)
+    parts = [
+        ops.prefill(
+            *(q, k[:, cut], v[:, cut]),
+            params={"doc_ids": ids},
+            q_offset=at,
+            kv_offset=at + (cut.start or 0),
+            partial=True,
+            return_lse=True,
+        )
+        for cut in (slice(0, 60), slice(60, None))
+    ]
+    merged, _ = ag.merge_states([part[0] for part in parts], [part[1] for part in parts])
+    torch.testing.assert_close(merged, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_the_call_have_no_offset(place: Place) -> None:
+    ops = place.compile(spec(mask=ag.Dense("keep")))
+    q, k, v, _ = tensors(place)
+    keep = torch.ones(1, 1, 40, 40, dtype=torch.bool, device=place.device)
+    with pytest.raises(ag.ArgumentError, match="keep has a row for each query of the call"):
+        ops.prefill(q, k, v, params={"keep": keep}, q_offset=torch.zeros(1, dtype=torch.int32, device=place.device))
+
+
+@pytest.mark.parametrize("shape", [(40, 0), (40, 3), (2, 40)])
+def test_parameters_with_an_axis_too_many_are_refused(place: Place, shape: tuple[int, ...]) -> None:
+    ops = place.compile(spec(mask=allowed))
+    flags = torch.ones(shape, dtype=torch.bool, device=place.device)
+    with pytest.raises(ag.ArgumentError, match="params\\['flags'\\] has shape"):
+        ops.prefill(*tensors(place)[:3], params={"flags": flags})
+
+
+def test_axes_of_one_name_have_one_size(place: Place) -> None:
+    ops = place.compile(spec(mask=ag.Tree("ancestors")))
+    ancestors = torch.ones(1, 5, 9, dtype=torch.bool, device=place.device)
+    with pytest.raises(ag.ArgumentError, match="has shape \\[1, 5, 9\\]"):
+        ops.prefill(*tensors(place)[:3], params={"ancestors": ancestors})
+
+
+def test_a_buffer_for_out_records_no_gradients(place: Place) -> None:
+    ops = place.compile(spec())
+    q, k, v, _ = tensors(place)
+    with pytest.raises(ag.ArgumentError, match="out records no gradients"):
+        ops.prefill(q.requires_grad_(), k, v, out=torch.empty_like(q))
+    with torch.no_grad():
+        ops.prefill(q, k, v, out=torch.empty_like(q))
+
+
+def test_scalars_have_deterministic_gradients(place: Place) -> None:
+    @ag.score_mod
+    def scaled(score, b, h, q, k, factor: ag.Tensor()):
+        return score * factor
+
+    ops = place.compile(spec(score_mods=(scaled,)))
+    q, k, v, dout = tensors(place)
+    params = {"factor": torch.tensor(1.5, device=place.device)}
+    out, lse = ops.prefill(q, k, v, params=params, return_lse=True)
+    want, got = (
+        ops.backward(dout, q, k, v, out, lse, params=params, deterministic=exact)[3]["factor"]
+        for exact in (False, True)
+    )
+    assert got.shape == ()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

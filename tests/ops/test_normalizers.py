@@ -98,6 +98,13 @@ def test_elementwise_weights(place: Place, name: str, op: str) -> None:
     close(parts[0] + parts[1], out)
 
 
+@pytest.mark.parametrize("normalizer", [ag.Sigmoid(), ag.ReLU(), ag.SiLU()], ids=lambda n: n.kind)
+def test_parts_of_a_sum_over_the_length_are_refused(place: Place, normalizer: Any) -> None:
+    ops = place.compile(spec(normalizer=normalizer))
+    with pytest.raises(ag.UnsupportedError, match=f"partial results of {normalizer.kind} do not add"):
+        ops.prefill(*tensors(place), partial=True)
+
+
 def test_elementwise_weights_have_no_lse(place: Place) -> None:
     ops = place.compile(spec(normalizer=ag.ReLU()))
     q, k, v = tensors(place)
