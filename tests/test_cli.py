@@ -113,10 +113,16 @@ def test_list_shows_every_spec_and_backend():
         "128",
         "Causal() & SlidingWindow(left=4095)",
         "none",
+        "none",
         "Contiguous()",
         "bf16",
     ] in table
-    assert ["qwen3-8b", "gqa 32/8", "128", "Causal()", "none", "Paged(page_size=16)", "bf16"] in table
+    assert ["qwen3-8b", "gqa 32/8", "128", "Causal()", "none", "none", "Paged(page_size=16)", "bf16"] in table
+    norm = "QKNorm(q_weight=q_norm_weight, k_weight=k_norm_weight)"
+    other = {row[0]: row[5] for row in table if len(row) == 8}
+    assert other["qwen3-next-80b"] == f"{norm}, Rope(dim=64, theta=10000000.0), output_gate=gate"
+    assert other["gpt-oss-20b-local"] == "Softmax(sink=True)"
+    assert other["bert-base-training"] == "dropout=0.1"
     targets = dict(row for row in table if row[0] in ("cpp", "triton"))
     assert targets["cpp"] == "cpu:x86-64, cpu:x86-64-v2, cpu:x86-64-v3, cpu:x86-64-v4, cpu:armv8-a"
     assert targets["triton"].endswith("cuda:sm100, hip:gfx942, hip:gfx950, interpret")
