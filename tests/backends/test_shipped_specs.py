@@ -11,17 +11,42 @@ from attngen.backends.triton_compile import SHARED_LIMITS
 
 # Every spec for the two main targets; for the others a subset that covers dtypes, storages, head dims and masks.
 COVERING = ("minilm", "llama3-70b", "qwen3-8b", "gemma2-9b-local", "bloom-7b")
-# Kernels of head dims up to 128 in 16 bits whose registers are watched; rarer variants may spill.
-TUNED = ("bloom-7b", "falcon-7b", "llama3-70b", "llama3-8b", "mistral-7b", "qwen3-8b")
+# Some kernel of these spills more than a few registers on sm90a, or waits for each of its products (ptxas says so): norms and
+# rotations at head dim 256, reads of data for each pair, and masks whose tiles a branch tells apart; two only under triton 3.6.
+UNTUNED = (
+    "alphafold2-row",
+    "alphafold3-pair-bias",
+    "bd3lm-owt",
+    "flashinfer-custom-mask",
+    "gemma2-9b-local",
+    "hstu-large",
+    "hunyuanvideo-gna",
+    "llama2-7b-streaming",
+    "llama3-8b-eagle2",
+    "llama3-8b-minference",
+    "longformer-base",
+    "modernbert-base-local",
+    "nat-tiny",
+    "paligemma-3b",
+    "qwen3-next-80b",
+    "sdar-8b",
+    "sparse-transformer-strided",
+    "swin-v2-tiny",
+)
 # Also built under the oldest supported triton: one of each feature of the templates.
 OLDEST = (
-    *TUNED,
     "bert-base-training",
+    "bloom-7b",
+    "falcon-7b",
     "gemma2-9b-local",
     "gpt-oss-20b-global",
     "llama2-7b-streaming",
+    "llama3-70b",
+    "llama3-8b",
     "llama3-8b-eagle2",
+    "mistral-7b",
     "olmo2-7b-packed",
+    "qwen3-8b",
     "qwen3-next-80b",
     "sigmoid-vit-b16",
     "t5-small-encoder",
@@ -51,6 +76,6 @@ def test_every_kernel_of_every_op_builds(name: str, target: str) -> None:
         for kernel in ops.op(op).kernels:
             assert kernel.binary.read_bytes()[:4] == b"\x7fELF"
             assert kernel.metadata["shared"] <= SHARED_LIMITS[ops.op(op).plan.target.arch]
-            if target == "cuda:sm90a" and name in TUNED:
+            if target == "cuda:sm90a" and name not in UNTUNED:
                 assert kernel.metadata["spills"] <= 192, kernel.plan.entry  # bytes: none in an unmasked loop
                 assert not kernel.metadata.get("warnings"), kernel.metadata["warnings"]
