@@ -84,15 +84,19 @@ class Variant:
         return any(isinstance(node, Load) and coords(node) & {"q", "k"} for node in self.mask.walk())
 
     @property
+    def _mask_pair_loads(self) -> list[Load]:
+        """Loads of the mask that depend on the query's and the key's position."""
+        return [node for node in self.mask.walk() if isinstance(node, Load) and coords(node) >= {"q", "k"}]
+
+    @property
     def mask_reads_pairs(self) -> bool:
         """Whether the mask loads data by both positions."""
-        return any(isinstance(node, Load) and coords(node) >= {"q", "k"} for node in self.mask.walk())
+        return bool(self._mask_pair_loads)
 
     @property
     def mask_reads_each_pair(self) -> bool:
         """Whether pairs have data of their own, and not blocks of them."""
-        pairs = [node for node in self.mask.walk() if isinstance(node, Load) and coords(node) >= {"q", "k"}]
-        return any(position_step(node, axis) < _BLOCK for node in pairs for axis in (Q, K))
+        return any(position_step(node, axis) < _BLOCK for node in self._mask_pair_loads for axis in (Q, K))
 
     @property
     def is_transformed(self) -> bool:

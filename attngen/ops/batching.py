@@ -19,6 +19,10 @@ from attngen.variant import Variant
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+# What has a meaning in every storage.
+_EVERYWHERE = {"q_offset", "kv_offset", "seed", "offset"}
+
+
 @dataclass(frozen=True)
 class Lengths:
     """The optional index tensors of a call, and its random stream, as the user passed them."""
@@ -38,12 +42,7 @@ class Lengths:
     def reject_other_than(self, allowed: set[str], storage: str) -> None:
         """Raise for an index tensor that has no meaning for this storage."""
         for field in fields(self):
-            if getattr(self, field.name) is not None and field.name not in allowed | {
-                "q_offset",
-                "kv_offset",
-                "seed",
-                "offset",
-            }:
+            if getattr(self, field.name) is not None and field.name not in allowed | _EVERYWHERE:
                 raise ArgumentError(
                     f"{field.name} has no meaning here",
                     where=field.name,

@@ -38,7 +38,7 @@ def plan_backward(variant: Variant, target: Target, backend: str, *, determinist
         *sequences(variant),
         Arg("num_tokens", "i32"),
         Arg("num_tiles", "i32"),
-        *tile_lists(lists=has_lists(variant, backend)),
+        *tile_lists(lists=has_lists(variant)),
         *random_stream(variant),
         *parameters(variant),
     )

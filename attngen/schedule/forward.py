@@ -75,7 +75,7 @@ def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, spli
             *sequences(variant),
             Arg("num_tokens", "i32"),
             Arg("num_tiles", "i32"),
-            *tile_lists(lists=has_lists(variant, backend) and not split),
+            *tile_lists(lists=has_lists(variant) and not split),
             *random_stream(variant),
             *parameters(variant),
         ),

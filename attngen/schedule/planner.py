@@ -41,13 +41,12 @@ def plan_kernel(
         tiles: tile sizes; the table's choice when omitted.
         gradients: how it sums parameter gradients.
     """
-    lists = has_lists(variant, backend) and not split and schedule not in ("merge", "delta")
+    lists = has_lists(variant) and not split and schedule not in ("merge", "delta")
     per_head = not packed and (schedule != "dkdv" or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)
-    if split and has_lists(variant, backend):
-        tile = TileClass(
-            TRUE, FALSE
-        )  # what is left without the data is in the span, and a test would cost more than it saves
+    if split and has_lists(variant):
+        # What is left without the data is in the span, and a test would cost more than it saves.
+        tile = TileClass(TRUE, FALSE)
     if tiles is None:
         mappable = schedule == "forward" and not split and (keys.has_full or lists) and _fits_maps(variant)
         tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
@@ -83,13 +82,9 @@ def _fits_maps(variant: Variant) -> bool:
     return variant.kv_layout != "paged" and not variant.is_transformed and not costly
 
 
-# Backends whose kernels read lists of tiles.
-_LISTS: frozenset[str] = frozenset({"cpp", "triton"})
-
-
-def has_lists(variant: Variant, backend: str) -> bool:
+def has_lists(variant: Variant) -> bool:
     """Whether tiles of the mask are told apart by data that is read by position."""
-    return backend in _LISTS and bool(data_loads(variant.mask))
+    return bool(data_loads(variant.mask))
 
 
 def _list_head(mask: Expr) -> Expr:
