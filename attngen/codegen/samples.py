@@ -11,7 +11,7 @@ from attngen.ir.loads import position_step
 from attngen.schedule.plan import Tiles
 
 # Values of one load that a program holds at a time, and tiles it looks at together, at most.
-_VALUES, _TILES = 4096, 32
+_VALUES, _TILES = 8192, 128
 
 
 @dataclass(frozen=True)

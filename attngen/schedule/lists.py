@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from attngen.ir.intervals import position_axes
 from attngen.schedule.arguments import parameters, sequences
 from attngen.schedule.plan import Arg, KernelPlan, Tiles
 from attngen.schedule.planner import plan_kernel
@@ -23,14 +22,13 @@ def plan_lists(consumer: KernelPlan, schedule: Literal["key_lists", "query_lists
     if not consumer.lists:
         return ()
     variant = consumer.variant
-    per_pair = any(len(position_axes(load)) == 2 for load in consumer.tile.loads)
     kernel = plan_kernel(
         variant,
         consumer.op,
         schedule,
         consumer.target,
         consumer.backend,
-        tiles=Tiles(consumer.tiles.q, consumer.tiles.kv, num_warps=8 if per_pair else 4, num_stages=1),
+        tiles=Tiles(consumer.tiles.q, consumer.tiles.kv, num_warps=8, num_stages=1),
         args=(
             Arg("tile_list", "*i32"),
             Arg("tile_counts", "*i32"),

@@ -76,7 +76,9 @@ TRITON = (
     ),
     Row("prefill", 128, Tiles(128, 32, 8, 3), itemsize=2, archs=_HOPPER, mask_pairs=True),
     Row("prefill", 256, Tiles(64, 32, 4, 2), itemsize=2, archs=_HOPPER, mask_pairs=True),
-    Row("prefill", 128, Tiles(64, 64, 4, 2, maps=True), itemsize=2, archs=("sm90a",), mask_data=True),
+    Row(
+        "prefill", 128, Tiles(64, 64, 4, 1, max_registers=168, maps=True), itemsize=2, archs=("sm90a",), mask_data=True
+    ),
     Row("prefill", 128, Tiles(64, 64, 4, 3), itemsize=2, archs=_HOPPER, mask_data=True),
     Row("prefill", 128, Tiles(128, 64, 8, 2, max_registers=128, maps=True), itemsize=2, archs=("sm90a",)),
     Row("prefill", 128, Tiles(128, 64, 8, 2), itemsize=2, archs=_HOPPER, score_pairs=True),

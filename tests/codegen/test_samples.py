@@ -33,4 +33,4 @@ def test_more_tiles_are_looked_at_together_where_each_takes_less() -> None:
     by_key = Load("ids", (K,), "i32")
     by_block = Load("blocks", (binary("floordiv", Q, 128), binary("floordiv", K, 128)), "i32")
     by_pair = Load("mask", (Q, K), "bool")
-    assert [tiles_at_once([load], tiles) for load in (by_key, by_block, by_pair)] == [32, 32, 1]
+    assert [tiles_at_once([load], tiles) for load in (by_key, by_block, by_pair)] == [64, 128, 1]
