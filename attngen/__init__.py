@@ -70,6 +70,7 @@ from attngen.score_mods import (
 from attngen.spec import (
     GQA,
     MHA,
+    MLA,
     MQA,
     AttentionSpec,
     Contiguous,
@@ -90,6 +91,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GQA",
     "MHA",
+    "MLA",
     "MQA",
     "ALiBi",
     "And",

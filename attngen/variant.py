@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from attngen.dtypes import Storage
 from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.expr import SCORE, Expr, K, Load, Q, coords
 from attngen.ir.loads import position_step
 from attngen.ir.params import Param
 from attngen.ir.simplify import simplify
-from attngen.spec import AttentionSpec, QKNorm, Rope, Softmax
+from attngen.spec import MLA, AttentionSpec, Heads, QKNorm, Rope, Softmax
 
 OpName = Literal["prefill", "decode", "backward"]
 OPS: tuple[OpName, ...] = ("prefill", "decode", "backward")
@@ -28,7 +29,8 @@ class Variant:
         q_layout: ``padded`` ``[batch, qo_len, heads, dim]`` or ``ragged`` ``[nnz, heads, dim]`` with ``qo_indptr``.
         kv_layout: the same for k and v, or ``paged``.
         page_size: tokens a page; 0 where the cache is not paged.
-        dtype, kv_dtype, out_dtype: storage of q, of k and v, of out.
+        dtype, out_dtype: elements of q and of out.
+        k_storage, v_storage: how numbers of keys and values are stored.
         mask: bool expression over ``b h q k qo_len kv_len``, simplified.
         score: f32 expression of the logit over ``score`` (the scaled dot product) and the same coordinates.
             With an element-wise normalizer it is the weight itself: the normalizer is then one more function of the logit.
@@ -40,6 +42,8 @@ class Variant:
         dropout: probability that a weight becomes 0.
         rope: rotation of queries and keys, its ``dim`` known; ``None`` without one.
         qk_norm: norm of queries and keys; ``None`` without one.
+        head_dim_pe: the last columns of q and k that lie in tensors of their own, ``q_pe`` and ``k_pe``; 0 where there are none.
+        value_source: ``keys`` where values are the first ``head_dim_vo`` columns of the keys.
     """
 
     num_qo_heads: int
@@ -50,8 +54,9 @@ class Variant:
     kv_layout: Layout
     page_size: int
     dtype: str
-    kv_dtype: str
     out_dtype: str
+    k_storage: Storage
+    v_storage: Storage
     mask: Expr
     score: Expr
     params: tuple[Param, ...]
@@ -62,6 +67,13 @@ class Variant:
     dropout: float = 0.0
     rope: Rope | None = None
     qk_norm: QKNorm | None = None
+    head_dim_pe: int = 0
+    value_source: Literal["values", "keys"] = "values"
+
+    @property
+    def compute_dtype(self) -> str:
+        """What stored keys and values are widened to where the hardware does not multiply them as they are."""
+        return "bf16" if self.dtype == "fp8_e4m3" else self.dtype
 
     @property
     def group_size(self) -> int:
@@ -147,26 +159,26 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
     """The meaning of ``op`` of ``spec``.
 
     Raises:
-        UnsupportedError: the op does not exist for this spec (backward over a paged cache, mixed dtypes).
+        UnsupportedError: the op does not exist for this spec (backward over a paged or quantized cache).
         SpecError: two mods declare one parameter differently.
     """
-    heads = spec.heads
+    latent = isinstance(spec.heads, MLA)
+    absorbed = latent and op == "decode"
+    place = _absorbed(spec.heads) if isinstance(spec.heads, MLA) and op == "decode" else _plain(spec.heads)
     kv_layout: Layout = "padded" if spec.kv.kind == "contiguous" else spec.kv.kind
-    kv_dtype = spec.kv.dtype or spec.dtype
-    if op == "backward" and kv_layout == "paged":
-        raise UnsupportedError(
-            "backward does not read a paged cache",
-            where="spec.kv",
-            why="gradients of k and v would need pages of their own",
-            fix="train with kv=ag.Contiguous() or ag.Ragged()",
+    k_storage, v_storage = spec.kv.storages(spec.dtype)
+    if latent and not absorbed:  # projected keys and values are never in the cache
+        kv_layout = "padded" if kv_layout == "padded" else "ragged"
+        k_storage = v_storage = Storage(spec.dtype)
+    if absorbed and k_storage != v_storage:
+        raise SpecError(
+            f"keys are {k_storage.dtype} but values {v_storage.dtype}",
+            where="spec.kv.v_dtype",
+            why="the values of MLA are columns of its keys",
+            fix="declare one dtype",
         )
-    if kv_dtype != spec.dtype:
-        raise UnsupportedError(
-            f"q is {spec.dtype} but the KV cache is {kv_dtype}",
-            where="spec.kv.dtype",
-            why="mixed element types are not supported",
-            fix=f"declare kv dtype {spec.dtype} or leave it out",
-        )
+    if op == "backward":
+        _check_trainable(spec, kv_layout, k_storage, v_storage)
     if spec.dropout and op == "decode":
         raise UnsupportedError(
             "decode has no dropout",
@@ -176,31 +188,63 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         )
     score: Expr = SCORE
     for mod in spec.score_mods:
-        score = mod.expr(score, heads.num_qo_heads)
+        score = mod.expr(score, spec.heads.num_qo_heads)
     softmax = spec.normalizer if isinstance(spec.normalizer, Softmax) else None
-    rope = None if spec.rope is None else spec.rope.model_copy(update={"dim": spec.rope.dim or heads.head_dim_qk})
+    rope = None if spec.rope is None else spec.rope.model_copy(update={"dim": spec.rope.dim or spec.heads.head_dim_qk})
     return Variant(
-        num_qo_heads=heads.num_qo_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim_qk=heads.head_dim_qk,
-        head_dim_vo=heads.value_dim,
+        num_qo_heads=spec.heads.num_qo_heads,
+        **place,
         q_layout="padded" if op == "decode" or kv_layout == "padded" else "ragged",
         kv_layout=kv_layout,
-        page_size=spec.kv.page_size if spec.kv.kind == "paged" else 0,
+        page_size=spec.kv.page_size if kv_layout == "paged" else 0,  # type: ignore[union-attr]
         dtype=spec.dtype,
-        kv_dtype=kv_dtype,
-        out_dtype=spec.out_dtype or spec.dtype,
+        out_dtype=spec.out_dtype or ("bf16" if spec.dtype == "fp8_e4m3" else spec.dtype),
+        k_storage=k_storage,
+        v_storage=v_storage,
         mask=simplify(spec.mask.expr()),
         score=score if isinstance(spec.normalizer, Softmax) else spec.normalizer.weight(score),
         params=_merged_params(spec, rope),
         normalizer="elementwise" if softmax is None else "softmax",
-        sm_scale=heads.head_dim_qk**-0.5 if spec.sm_scale is None else spec.sm_scale,
+        sm_scale=spec.heads.head_dim_qk**-0.5 if spec.sm_scale is None else spec.sm_scale,
         sink=None if softmax is None else softmax.sink_logit(),
         gate=spec.output_gate,
         dropout=spec.dropout,
         rope=rope,
         qk_norm=spec.qk_norm,
     )
+
+
+def _plain(heads: Heads) -> dict[str, int]:
+    return {"num_kv_heads": heads.num_kv_heads, "head_dim_qk": heads.head_dim_qk, "head_dim_vo": heads.value_dim}
+
+
+def _absorbed(heads: MLA) -> dict[str, Any]:
+    """One key head, whose latents are the values too."""
+    return {
+        "num_kv_heads": 1,
+        "head_dim_qk": heads.head_dim_ckv + heads.head_dim_kpe,
+        "head_dim_vo": heads.head_dim_ckv,
+        "head_dim_pe": heads.head_dim_kpe,
+        "value_source": "keys",
+    }
+
+
+def _check_trainable(spec: AttentionSpec, kv_layout: Layout, k_storage: Storage, v_storage: Storage) -> None:
+    if kv_layout == "paged":
+        raise UnsupportedError(
+            "backward does not read a paged cache",
+            where="spec.kv",
+            why="gradients of k and v would need pages of their own",
+            fix="train with kv=ag.Contiguous() or ag.Ragged()",
+        )
+    for storage in (k_storage, v_storage):
+        if storage.dtype != spec.dtype or storage.is_quantized:
+            raise UnsupportedError(
+                f"backward does not train on {storage.dtype} keys and values with {spec.dtype} queries",
+                where="spec.kv.dtype",
+                why="gradients need q, k and v in one floating dtype of at least 16 bits",
+                fix="train with dtype fp32, bf16 or fp16, and leave the kv dtype out",
+            )
 
 
 def _merged_params(spec: AttentionSpec, rope: Rope | None) -> tuple[Param, ...]:

@@ -14,7 +14,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen as ag
-from attngen.ops.batching import Lengths, collect_inputs
+from attngen.ops.batching import collect_inputs
+from attngen.ops.storage import Extras
 from benchmarks.gpu import flex, timed
 from benchmarks.measure import Row, relative_error, report, time_gpu
 from benchmarks.settings import BATCH, DIM, LENGTH, Setting, blocks_of, document_ids, settings, visible_pairs
@@ -53,7 +54,7 @@ def tile_lists(ids: torch.Tensor) -> list[Row]:
     spec = ag.AttentionSpec(heads=ag.MHA(num_heads=HEADS, head_dim=DIM), mask=ag.Causal() & ag.Document("doc_ids"))
     q = torch.randn(BATCH, LENGTH, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     op = ag.compile(spec, backend="triton").op("prefill", q.device)
-    inputs = collect_inputs(op.variant, spec.kv, q, q, q, Lengths(), {"doc_ids": ids})
+    inputs = collect_inputs(op.variant, q, q, q, Extras(), {"doc_ids": ids})
     consumer = op.plan.kernel("forward")
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:

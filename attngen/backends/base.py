@@ -90,6 +90,13 @@ class Inputs:
         params: run-time tensors by name, contiguous.
         gate: in the shape of out, unit last stride; ``None`` where the variant has none.
         seed, offset: int64 ``[1]`` of dropout; ``None`` where the variant has none.
+        q_scale, k_scale, v_scale: fp32 factors: ``[1]``, of heads ``[num_kv_heads]``, of tokens in the shape of k without its last
+            dim, any strides; ``None`` where the storage has none.
+        q_pe, k_pe: the last columns of q and k, where the variant keeps them apart.
+        k_blocks, v_blocks, k_pe_blocks: block scales ``[..., blocks]``, with zero points ``[..., 2 * blocks]`` in pairs, unit last
+            stride; ``None`` where the storage has none.
+
+    Packed data have a last dim of ``dim / 2`` bytes.
     """
 
     q: torch.Tensor
@@ -100,3 +107,11 @@ class Inputs:
     gate: torch.Tensor | None = None
     seed: torch.Tensor | None = None
     offset: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    q_pe: torch.Tensor | None = None
+    k_pe: torch.Tensor | None = None
+    k_blocks: torch.Tensor | None = None
+    v_blocks: torch.Tensor | None = None
+    k_pe_blocks: torch.Tensor | None = None

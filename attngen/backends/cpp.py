@@ -73,7 +73,8 @@ class CppBackend:
                 )
         for field, dtype in (
             ("dtype", variant.dtype),
-            ("kv.dtype", variant.kv_dtype),
+            ("kv.k_dtype", variant.k_storage.dtype),
+            ("kv.v_dtype", variant.v_storage.dtype),
             ("out_dtype", variant.out_dtype),
         ):
             if dtype not in DTYPES:

@@ -13,6 +13,7 @@ import torch
 
 from attngen.backends import philox
 from attngen.backends.base import Batch, Inputs
+from attngen.dtypes import Storage, dequantize
 from attngen.ir.evaluate import evaluate
 from attngen.variant import Variant
 
@@ -44,7 +45,7 @@ def rows(
         and the largest logit likewise, all of ``dtype``; rows without a key, and padding, give 0 and -inf. Element-wise
         weights have no lse: there it means nothing.
     """
-    q, k, v = (flat(t).to(dtype) for t in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (t.to(dtype) for t in operands(variant, inputs))
     params = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.params.items()}
     out = q.new_zeros(inputs.batch.num_tokens, variant.num_qo_heads, variant.head_dim_vo)
     lse = q.new_full((inputs.batch.num_tokens, variant.num_qo_heads), float("-inf"))
@@ -98,6 +99,32 @@ def _differentiated(
     grads = torch.autograd.grad(total, targets, allow_unused=True) if total.requires_grad else [None] * len(targets)
     filled = [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
     return filled[0], filled[1], filled[2], dict(zip(variant.differentiable, filled[3:], strict=True))
+
+
+def operands(variant: Variant, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v in full: scaled, dequantized to fp32, parts joined; rows of all requests (or slots of all pages) on one axis."""
+    q, k, v = (flat(t) for t in (inputs.q, inputs.k, inputs.v))
+    if inputs.q_pe is not None:
+        q = torch.cat([q, flat(inputs.q_pe)], -1)
+    if inputs.q_scale is not None:
+        q = q.float() * inputs.q_scale
+    k = _numbers(k, variant.k_storage, inputs.k_blocks, inputs.k_scale)
+    if inputs.k_pe is not None:
+        k = torch.cat([k, _numbers(flat(inputs.k_pe), variant.k_storage, inputs.k_pe_blocks, inputs.k_scale)], -1)
+    return q, k, _numbers(v, variant.v_storage, inputs.v_blocks, inputs.v_scale)
+
+
+def _numbers(
+    data: torch.Tensor, storage: Storage, blocks: torch.Tensor | None, scale: torch.Tensor | None
+) -> torch.Tensor:
+    if not storage.is_quantized:
+        return data
+    if blocks is not None:
+        blocks = flat(blocks)
+        blocks = blocks.reshape(*blocks.shape[:-1], -1, 2) if storage.zero_point else blocks
+    if scale is not None and storage.scale == "token":
+        scale = flat(scale.unsqueeze(-1)).squeeze(-1)
+    return dequantize(data, storage, blocks, scale)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class TritonBackend:
                 why="it makes kernels for GPUs, and for its interpreter",
                 fix="leave backend out, or use a target like 'cuda:sm90a', 'hip:gfx942' or 'interpret'",
             )
-        if target.kind == "interpret" and "bf16" in (variant.dtype, variant.kv_dtype):
+        if target.kind == "interpret" and "bf16" in (variant.dtype, variant.k_storage.dtype, variant.v_storage.dtype):
             raise UnsupportedError(
                 "Triton's interpreter cannot run bf16",
                 where="spec.dtype",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,87 +11,60 @@ from attngen.backends.base import Batch, Inputs
 from attngen.errors import ArgumentError
 from attngen.ir.params import DIM_NAMES, OR_ONE, is_broadcast
 from attngen.ops.checks import check_index, check_indptr, check_lengths, check_strides, check_tensor
+from attngen.ops.storage import Extras
 from attngen.settings import Settings
-from attngen.spec.kv import Paged
 from attngen.variant import Variant
-
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-# What has a meaning in every storage.
-_EVERYWHERE = {"q_offset", "kv_offset", "seed", "offset"}
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The optional index tensors of a call, and its random stream, as the user passed them."""
-
-    qo_indptr: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
-    qo_lens: torch.Tensor | None = None
-    kv_lens: torch.Tensor | None = None
-    page_table: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
-    kv_last_page_len: torch.Tensor | None = None
-    q_offset: torch.Tensor | None = None
-    kv_offset: torch.Tensor | None = None
-    seed: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
-
-    def reject_other_than(self, allowed: set[str], storage: str) -> None:
-        """Raise for an index tensor that has no meaning for this storage."""
-        for field in fields(self):
-            if getattr(self, field.name) is not None and field.name not in allowed | _EVERYWHERE:
-                raise ArgumentError(
-                    f"{field.name} has no meaning here",
-                    where=field.name,
-                    why=f"this op's storage is {storage}, described by {', '.join(sorted(allowed)) or 'shapes alone'}",
-                    fix="leave it out, or declare another kv= in the spec",
-                )
 
 
 def collect_inputs(
     variant: Variant,
-    kv_spec: object,
     q: torch.Tensor,
-    k: Cache,
-    v: torch.Tensor | None,
-    lengths: Lengths,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: Extras,
     params: Mapping[str, torch.Tensor],
 ) -> Inputs:
     """Check every tensor of a forward call against the variant.
 
+    Args:
+        q, k, v, given: as :func:`attngen.ops.storage.unpack` returns them.
+
     Raises:
         ArgumentError: a tensor does not fit; nothing has been launched.
     """
-    padded_q = variant.q_layout == "padded"
-    shape = (
-        (None, None, variant.num_qo_heads, variant.head_dim_qk)
-        if padded_q
-        else (None, variant.num_qo_heads, variant.head_dim_qk)
-    )
-    axes = "[batch, qo_len, num_qo_heads, head_dim_qk]" if padded_q else "[nnz_q, num_qo_heads, head_dim_qk]"
-    check_strides("q", check_tensor("q", q, dtype=variant.dtype, shape=shape, axes=axes))
     read = q.device.type == "cpu" or Settings.from_env().validate
-    if variant.kv_layout == "paged":
-        assert isinstance(kv_spec, Paged)
-        keys, values = _split_cache(variant, kv_spec, k, v, q.device)
-    else:
-        keys, values = _dense_kv(variant, q, k, v)
-    batch = _describe(variant, q, keys, lengths, read)
+    batch = _describe(variant, q, k, given, read)
     gate = None
     if variant.gate is not None:
         where, axes = f"params[{variant.gate!r}]", "[..., num_qo_heads, head_dim_vo]"
         wanted = (*q.shape[:-1], variant.head_dim_vo)
-        given = params.get(variant.gate)
-        gate = check_tensor(where, given, dtype=variant.dtype, shape=wanted, axes=axes, device=q.device)
+        gate = check_tensor(
+            where, params.get(variant.gate), dtype=variant.compute_dtype, shape=wanted, axes=axes, device=q.device
+        )
         gate = check_strides(where, gate)
-    seed, offset = _random_stream(variant, lengths, q.device)
-    return Inputs(q, keys, values, batch, _check_params(variant, batch, params, q.device), gate, seed, offset)
+    seed, offset = _random_stream(variant, given, q.device)
+    return Inputs(
+        q,
+        k,
+        v,
+        batch,
+        _check_params(variant, batch, params, q.device),
+        gate,
+        seed,
+        offset,
+        given.q_scale,
+        given.k_scale,
+        given.v_scale,
+        given.q_pe,
+        given.k_pe,
+        given.k_blocks,
+        given.v_blocks,
+        given.k_pe_blocks,
+    )
 
 
 def _random_stream(
-    variant: Variant, given: Lengths, device: torch.device
+    variant: Variant, given: Extras, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Seed and offset of dropout, int64 ``[1]``; without an offset, 0."""
     streams = {"seed": given.seed, "offset": given.offset}
@@ -122,81 +94,7 @@ def _random_stream(
     return checked[0], checked[1]
 
 
-def _dense_kv(variant: Variant, q: torch.Tensor, k: Cache, v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    padded = variant.kv_layout == "padded"
-    lead: tuple[int | None, ...] = (q.shape[0], None) if padded else (None,)
-    axes = "[batch, kv_len, num_kv_heads, " if padded else "[nnz_kv, num_kv_heads, "
-    heads, dtype = variant.num_kv_heads, variant.kv_dtype
-    if isinstance(k, tuple):
-        raise ArgumentError(
-            "k is a tuple",
-            where="k",
-            why="only a paged cache is passed as (k_cache, v_cache)",
-            fix="pass k and v separately",
-        )
-    check_tensor(
-        "k", k, dtype=dtype, shape=(*lead, heads, variant.head_dim_qk), axes=f"{axes}head_dim_qk]", device=q.device
-    )
-    rows = k.shape[: len(lead)]
-    checked = check_tensor(
-        "v", v, dtype=dtype, shape=(*rows, heads, variant.head_dim_vo), axes=f"{axes}head_dim_vo]", device=q.device
-    )
-    return check_strides("k", k), check_strides("v", checked)
-
-
-def _split_cache(
-    variant: Variant, kv_spec: Paged, cache: Cache, v: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a paged cache as ``[num_pages, page_size, num_kv_heads, dim]``, whatever its layout."""
-    if v is not None:
-        raise ArgumentError(
-            "v is given beside a paged cache",
-            where="v",
-            why="the cache holds keys and values",
-            fix="pass (k_cache, v_cache)",
-        )
-    nhd = kv_spec.layout == "NHD"
-    inner = "page_size, num_kv_heads" if nhd else "num_kv_heads, page_size"
-    sizes = (kv_spec.page_size, variant.num_kv_heads) if nhd else (variant.num_kv_heads, kv_spec.page_size)
-    if isinstance(cache, (tuple, list)):
-        if len(cache) != 2:
-            raise ArgumentError(
-                "kv_cache has not two members", where="kv_cache", why="it is (k_cache, v_cache)", fix="pass both"
-            )
-        keys, values = cache
-    else:
-        if variant.head_dim_qk != variant.head_dim_vo:
-            raise ArgumentError(
-                "kv_cache is one stacked tensor",
-                where="kv_cache",
-                why="k and v have different head dims and cannot be stacked",
-                fix="pass (k_cache, v_cache)",
-            )
-        check_tensor(
-            "kv_cache",
-            cache,
-            dtype=variant.kv_dtype,
-            shape=(None, 2, *sizes, variant.head_dim_qk),
-            axes=f"[num_pages, 2, {inner}, head_dim]",
-            device=device,
-        )
-        keys, values = cache[:, 0], cache[:, 1]
-    views = []
-    for name, tensor, dim in (("k_cache", keys, variant.head_dim_qk), ("v_cache", values, variant.head_dim_vo)):
-        axes = f"[num_pages, {inner}, head_dim]"
-        check_tensor(name, tensor, dtype=variant.kv_dtype, shape=(None, *sizes, dim), axes=axes, device=device)
-        views.append(check_strides(name, tensor if nhd else tensor.transpose(1, 2)))
-    if views[0].shape[0] != views[1].shape[0]:
-        raise ArgumentError(
-            f"k_cache has {views[0].shape[0]} pages, v_cache {views[1].shape[0]}",
-            where="kv_cache",
-            why="one page number addresses both",
-            fix="allocate both with the same number of pages",
-        )
-    return views[0], views[1]
-
-
-def _describe(variant: Variant, q: torch.Tensor, k: torch.Tensor, given: Lengths, read: bool) -> Batch:
+def _describe(variant: Variant, q: torch.Tensor, k: torch.Tensor, given: Extras, read: bool) -> Batch:
     device = q.device
     allowed = {"qo_lens"} if variant.q_layout == "padded" else {"qo_indptr"}
     storage: dict[str, Any]
@@ -232,7 +130,7 @@ def _describe(variant: Variant, q: torch.Tensor, k: torch.Tensor, given: Lengths
     return Batch(**storage)
 
 
-def _page_table(variant: Variant, k: torch.Tensor, given: Lengths, batch: int, read: bool) -> dict[str, Any]:
+def _page_table(variant: Variant, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
     table = check_tensor(
         "page_table", given.page_table, dtype="i32", shape=(batch, None), axes="[batch, max_pages]", device=k.device
     )
@@ -247,7 +145,7 @@ def _page_table(variant: Variant, k: torch.Tensor, given: Lengths, batch: int, r
     return {"kv_len": capacity, "kv_lens": kv_lens, "page_table": table, "page_table_stride": max(table.stride(0), 1)}
 
 
-def _csr_pages(variant: Variant, k: torch.Tensor, given: Lengths, batch: int, read: bool) -> dict[str, Any]:
+def _csr_pages(variant: Variant, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
     if given.kv_indptr is None and given.kv_indices is None:
         raise ArgumentError(
             "no pages are given",

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
-from attngen.ops.batching import Cache, Lengths, collect_inputs
+from attngen.ops.batching import collect_inputs
 from attngen.ops.checks import check_strides, check_tensor, check_writable, readable
 from attngen.ops.op import Op, allocate_backward, allocate_forward
+from attngen.ops.storage import Extras
 from attngen.spec import AttentionSpec, Softmax
 
 Params = Mapping[str, torch.Tensor]
@@ -49,42 +50,36 @@ def check_options(spec: AttentionSpec, *, tracked: bool, out: torch.Tensor | Non
 
 def forward(
     op: Op,
-    kv_spec: object,
     q: torch.Tensor,
-    k: Cache,
-    v: torch.Tensor | None,
-    lengths: Lengths,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
     params: Params,
     out: torch.Tensor | None,
     *,
     want_max: bool,
     partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of ``q``; decode takes ``[batch, num_qo_heads, head_dim_qk]`` too.
+    """Attention of ``q``; tensors as :func:`attngen.ops.storage.unpack` returns them.
 
     Returns:
         out, lse and largest logits; empty where there are none or none are wanted.
     """
     variant = op.variant
-    one_token = op.plan.op == "decode" and q.dim() == 3
-    gate = variant.gate
-    if one_token and gate is not None and isinstance(params.get(gate), torch.Tensor):
-        params = {**params, gate: params[gate].unsqueeze(1)}
-    inputs = collect_inputs(variant, kv_spec, q.unsqueeze(1) if one_token else q, k, v, lengths, params)
+    inputs = collect_inputs(variant, q, k, v, extras, params)
     if out is not None:
         shape = (*q.shape[:-1], variant.head_dim_vo)
         check_tensor("out", out, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)
-        out = check_writable("out", out).unsqueeze(1) if one_token else check_writable("out", out)
+        check_writable("out", out)
     result, lse, largest = allocate_forward(op, inputs, out, want_max=want_max)
     if result.numel():
         op.forward(inputs, result, lse, largest, partial=partial)
     per_row = [q.new_empty(0, dtype=torch.float32) if x is None else x.view(q.shape[:-1]) for x in (lse, largest)]
-    return (result.squeeze(1) if one_token else result), per_row[0], per_row[1]
+    return result, per_row[0], per_row[1]
 
 
 def backward(
     op: Op,
-    kv_spec: object,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -92,12 +87,12 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     dlse: torch.Tensor | None,
-    lengths: Lengths,
+    extras: Extras,
     params: Params,
 ) -> Gradients:
     """dq, dk, dv, and gradients of parameters and gate by name."""
     variant = op.variant
-    inputs = collect_inputs(variant, kv_spec, q, k, v, lengths, params)
+    inputs = collect_inputs(variant, q, k, v, extras, params)
     shape = (*q.shape[:-1], variant.head_dim_vo)
     for label, tensor in (("dout", dout), ("out", out)):
         check_tensor(label, tensor, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)

@@ -58,8 +58,13 @@ def check_tensor(
     return tensor
 
 
-def check_strides(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Unit last stride; on a GPU also 16-byte aligned rows, which vector loads rely on."""
+def alignment_of(row_bytes: int) -> int:
+    """Bytes, 16 at most, of which addresses of rows of so many bytes are multiples."""
+    return min(row_bytes & -row_bytes, 16)
+
+
+def check_strides(name: str, tensor: torch.Tensor, alignment: int = 16) -> torch.Tensor:
+    """Unit last stride; on a GPU also rows aligned to ``alignment`` bytes, which vector loads rely on."""
     if not has_unit_stride(tensor):
         raise ArgumentError(
             f"{name} has stride {tensor.stride(-1)} in its last dim",
@@ -67,12 +72,13 @@ def check_strides(name: str, tensor: torch.Tensor) -> torch.Tensor:
             why="kernels read a head's elements one after another",
             fix=f"pass {name}.contiguous()",
         )
-    if tensor.device.type != "cpu" and (what := misalignment(tensor)):
+    if tensor.device.type != "cpu" and (what := misalignment(tensor, alignment)):
         raise ArgumentError(
-            f"{name} has {what}, not aligned to 16 bytes",
+            f"{name} has {what}, not aligned to {alignment} bytes",
             where=name,
-            why="GPU kernels load 16 bytes at a time",
-            fix=f"pass {name}.contiguous(), or a view whose rows start at multiples of {16 // tensor.element_size()} elements",
+            why=f"GPU kernels load {alignment} bytes at a time",
+            fix=f"pass {name}.contiguous(), or a view whose rows start at multiples of "
+            f"{max(alignment // tensor.element_size(), 1)} elements",
         )
     return tensor
 
@@ -82,15 +88,15 @@ def has_unit_stride(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
 
 
-def misalignment(tensor: torch.Tensor) -> str | None:
-    """The stride or address, in words, that keeps rows from starting at multiples of 16 bytes."""
+def misalignment(tensor: torch.Tensor, alignment: int = 16) -> str | None:
+    """The stride or address, in words, that keeps rows from starting at multiples of ``alignment`` bytes."""
     if not tensor.numel():
         return None
-    unit = 16 // tensor.element_size()
+    unit = max(alignment // tensor.element_size(), 1)
     for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True):
         if size > 1 and stride % unit:
             return f"stride {stride}"
-    return f"address {tensor.data_ptr():#x}" if tensor.data_ptr() % 16 else None
+    return f"address {tensor.data_ptr():#x}" if tensor.data_ptr() % alignment else None
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops import calls, torch_library
-from attngen.ops.batching import Cache, Lengths
 from attngen.ops.calls import Gradients, Params
 from attngen.ops.checks import torch_dtype
 from attngen.ops.op import Op
+from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.spec import AttentionSpec, Softmax
 from attngen.variant import OPS, OpName, Variant, normalize
 
@@ -48,11 +48,12 @@ class Ops:
         self.spec = spec
         self._resolve, self._scope = resolve, scope
         self._defaults = spec.defaults()
+        self._variants = {name: _meaning(spec, name) for name in OPS}
         declared = [param for source in (spec.mask, *spec.score_mods) for param in source.params()]
         self._default_dtypes = {p.name: torch_dtype(p.dtype) for p in declared if p.name in self._defaults}
-        variant = _training_variant(spec)
-        self.differentiable = () if variant is None else variant.differentiable
-        self._summed = () if variant is None else variant.gradient_params
+        trained = self._variants["backward"]
+        self.differentiable = trained.differentiable if isinstance(trained, Variant) else ()
+        self._summed = trained.gradient_params if isinstance(trained, Variant) else ()
         self._handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
         torch_library.register(self._handle, self)
 
@@ -84,7 +85,7 @@ class Ops:
         self,
         q: torch.Tensor,
         k: Cache,
-        v: torch.Tensor | None = None,
+        v: Cache | None = None,
         *,
         qo_indptr: torch.Tensor | None = None,
         kv_indptr: torch.Tensor | None = None,
@@ -95,6 +96,9 @@ class Ops:
         kv_lens: torch.Tensor | None = None,
         q_offset: torch.Tensor | None = None,
         kv_offset: torch.Tensor | None = None,
+        q_scale: torch.Tensor | float | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
         params: Params | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -126,7 +130,7 @@ class Ops:
         Returns:
             out in the spec's out dtype, or ``(out, lse)``, ``(out, max)``, ``(out, lse, max)``.
         """
-        lengths = Lengths(
+        extras = Extras(
             qo_indptr,
             kv_indptr,
             qo_lens,
@@ -138,16 +142,19 @@ class Ops:
             kv_offset,
             seed,
             offset,
+            q_scale,  # type: ignore[arg-type] # numbers become tensors when the call is unpacked
+            k_scale,  # type: ignore[arg-type]
+            v_scale,  # type: ignore[arg-type]
         )
         return self._forward(
-            "prefill", q, k, v, lengths, params, out, return_lse, lse_base, partial=partial, return_max=return_max
+            "prefill", q, k, v, extras, params, out, return_lse, lse_base, partial=partial, return_max=return_max
         )
 
     def decode(
         self,
-        q: torch.Tensor,
+        q: Query,
         k: Cache,
-        v: torch.Tensor | None = None,
+        v: Cache | None = None,
         *,
         kv_indptr: torch.Tensor | None = None,
         page_table: torch.Tensor | None = None,
@@ -157,6 +164,9 @@ class Ops:
         kv_lens: torch.Tensor | None = None,
         q_offset: torch.Tensor | None = None,
         kv_offset: torch.Tensor | None = None,
+        q_scale: torch.Tensor | float | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
         params: Params | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -169,11 +179,22 @@ class Ops:
         No gradients are recorded. The keys of a request are divided among programs by its own length alone, so that a result
         does not depend on its neighbours. Arguments and result as for :meth:`prefill`.
         """
-        lengths = Lengths(
-            None, kv_indptr, qo_lens, kv_lens, page_table, kv_indices, kv_last_page_len, q_offset, kv_offset
+        extras = Extras(
+            None,
+            kv_indptr,
+            qo_lens,
+            kv_lens,
+            page_table,
+            kv_indices,
+            kv_last_page_len,
+            q_offset,
+            kv_offset,
+            q_scale=q_scale,  # type: ignore[arg-type] # numbers become tensors when the call is unpacked
+            k_scale=k_scale,  # type: ignore[arg-type]
+            v_scale=v_scale,  # type: ignore[arg-type]
         )
         return self._forward(
-            "decode", q, k, v, lengths, params, out, return_lse, lse_base, partial=partial, return_max=return_max
+            "decode", q, k, v, extras, params, out, return_lse, lse_base, partial=partial, return_max=return_max
         )
 
     def attention(
@@ -198,12 +219,16 @@ class Ops:
 
         All are bitwise repeatable under ``torch.use_deterministic_algorithms(True)``; arguments as for :meth:`prefill`.
         """
-        lengths = Lengths(
+        extras = Extras(
             qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset, seed=seed, offset=offset
         )
         self._check_rows(return_lse=return_lse, return_max=return_max)
         found = torch_library.attention(
-            self._handle, "prefill", q, k, v, lengths, self._with_defaults(params), want_max=return_max
+            self._handle,
+            "prefill",
+            *unpack(self.variant("prefill"), self.spec.kv, q, k, v, extras),
+            self._with_defaults(params),
+            want_max=return_max,
         )
         return _chosen(found, return_lse=return_lse, return_max=return_max)
 
@@ -241,17 +266,17 @@ class Ops:
         Returns:
             ``(dq, dk, dv, dparams)``: dense, in the shapes and dtypes of q, k, v; ``dparams`` by name, the gate's among them.
         """
-        lengths = Lengths(
+        extras = Extras(
             qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset, seed=seed, offset=offset
         )
         given = self._with_defaults(params)
         if torch.compiler.is_compiling():
             dq, dk, dv, *rest = torch_library.backward(
-                self._handle, dout, dlse, q, k, v, out, lse, lengths, given, deterministic=deterministic
+                self._handle, dout, dlse, q, k, v, out, lse, extras, given, deterministic=deterministic
             )
             grads = dict(zip(given, rest, strict=True))
             return dq, dk, dv, {name: grads[name] for name in self.differentiable if name in grads}
-        return self.run_backward(dout, q, k, v, out, lse, dlse, lengths, given, deterministic=deterministic)
+        return self.run_backward(dout, q, k, v, out, lse, dlse, extras, given, deterministic=deterministic)
 
     def _check_rows(self, *, return_lse: bool, return_max: bool) -> None:
         """Raise where rows have no lse or largest logit."""
@@ -267,10 +292,10 @@ class Ops:
     def _forward(
         self,
         name: OpName,
-        q: torch.Tensor,
+        q: Query,
         k: Cache,
-        v: torch.Tensor | None,
-        lengths: Lengths,
+        v: Cache | None,
+        extras: Extras,
         params: Params | None,
         out: torch.Tensor | None,
         return_lse: bool,
@@ -284,29 +309,44 @@ class Ops:
                 f"lse_base is {lse_base!r}", where="lse_base", why="it is a unit", fix="pass 'e' or 'log2'"
             )
         self._check_rows(return_lse=return_lse, return_max=return_max)
-        given = self._with_defaults(params)
-        tracked = name == "prefill" and _tracked(q, k, v, *given.values())
+        variant, given = self.variant(name), self._with_defaults(params)
+        one_token = name == "decode" and _dims(q) == 3
+        if one_token:
+            q = q.unsqueeze(1) if isinstance(q, torch.Tensor) else (q[0].unsqueeze(1), q[1].unsqueeze(1))
+            out = out.unsqueeze(1) if isinstance(out, torch.Tensor) else out
+            if isinstance(given.get(variant.gate or ""), torch.Tensor):
+                given[variant.gate or ""] = given[variant.gate or ""].unsqueeze(1)
+        query, keys, values, extras = unpack(variant, self.spec.kv, q, k, v, extras)
+        tracked = name == "prefill" and _tracked(query, keys, values, *given.values())
         calls.check_options(self.spec, tracked=tracked, out=out, partial=partial)
         if out is None and (torch.compiler.is_compiling() or tracked):
             with torch.set_grad_enabled(name == "prefill" and torch.is_grad_enabled()):
-                result, lse, largest = torch_library.attention(
-                    self._handle, name, q, k, v, lengths, given, want_max=return_max, partial=partial
+                found = torch_library.attention(
+                    self._handle, name, query, keys, values, extras, given, want_max=return_max, partial=partial
                 )
         else:
-            result, lse, largest = self.run_forward(
-                name, q, k, v, lengths, given, out, want_max=return_max, partial=partial
+            found = self.run_forward(
+                name, query, keys, values, extras, given, out, want_max=return_max, partial=partial
             )
+        result, lse, largest = (x.squeeze(1) if one_token and x.dim() > 1 else x for x in found)
         if return_lse and lse_base == "log2":
             lse = lse * LOG2_E
         return _chosen((result, lse, largest), return_lse=return_lse, return_max=return_max)
+
+    def variant(self, name: OpName) -> Variant:
+        """What an op computes."""
+        found = self._variants[name]
+        if isinstance(found, UnsupportedError):
+            raise found
+        return found
 
     def run_forward(
         self,
         name: OpName,
         q: torch.Tensor,
-        k: Cache,
-        v: torch.Tensor | None,
-        lengths: Lengths,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        extras: Extras,
         params: Params,
         out: torch.Tensor | None = None,
         *,
@@ -314,10 +354,8 @@ class Ops:
         partial: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What :meth:`prefill`, :meth:`decode` and the registered torch op share; see :func:`calls.forward`."""
-        if not isinstance(q, torch.Tensor):
-            raise ArgumentError(f"q is a {type(q).__name__}", where="q", why="a tensor is needed", fix="pass one")
         op = self.op(name, q.device)
-        return calls.forward(op, self.spec.kv, q, k, v, lengths, params, out, want_max=want_max, partial=partial)
+        return calls.forward(op, q, k, v, extras, params, out, want_max=want_max, partial=partial)
 
     def run_backward(
         self,
@@ -328,14 +366,15 @@ class Ops:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         dlse: torch.Tensor | None,
-        lengths: Lengths,
+        extras: Extras,
         params: Params,
         *,
         deterministic: bool = False,
     ) -> Gradients:
         """What :meth:`backward` and the registered torch op share; see :func:`calls.backward`."""
         op = self._resolve("backward", q.device, deterministic=deterministic and bool(self._summed))
-        return calls.backward(op, self.spec.kv, dout, q, k, v, out, lse, dlse, lengths, params)
+        q, k, v, extras = unpack(op.variant, self.spec.kv, q, k, v, extras)
+        return calls.backward(op, dout, q, k, v, out, lse, dlse, extras, params)
 
     def _with_defaults(self, params: Params | None) -> dict[str, torch.Tensor]:
         if params is not None and not isinstance(params, Mapping):
@@ -359,12 +398,12 @@ class Ops:
         return f"Ops({self.spec.name or 'unnamed'}, {self.spec.heads!r}, kv={self.spec.kv.kind})"
 
 
-def _training_variant(spec: AttentionSpec) -> Variant | None:
-    """What backward computes; ``None`` where it does not exist."""
+def _meaning(spec: AttentionSpec, name: OpName) -> Variant | UnsupportedError:
+    """What an op computes, or why there is none."""
     try:
-        return normalize(spec, "backward")
-    except UnsupportedError:
-        return None
+        return normalize(spec, name)
+    except UnsupportedError as error:
+        return error
 
 
 def _chosen(found: tuple[torch.Tensor, ...], *, return_lse: bool, return_max: bool) -> Result:
@@ -372,6 +411,11 @@ def _chosen(found: tuple[torch.Tensor, ...], *, return_lse: bool, return_max: bo
     out, lse, largest = found
     rows = (*((lse,) if return_lse else ()), *((largest,) if return_max else ()))
     return (out, *rows) if rows else out
+
+
+def _dims(q: object) -> int:
+    first = q[0] if isinstance(q, (tuple, list)) and q else q
+    return first.dim() if isinstance(first, torch.Tensor) else 0
 
 
 def _tracked(*inputs: object) -> bool:

@@ -14,8 +14,8 @@ from weakref import WeakSet
 import torch
 
 from attngen.errors import ArgumentError
-from attngen.ops.batching import Cache, Lengths
 from attngen.ops.checks import torch_dtype
+from attngen.ops.storage import Extras
 from attngen.spec import Softmax
 
 if TYPE_CHECKING:
@@ -41,19 +41,19 @@ def _lookup(handle: str) -> Ops:
     )
 
 
-def _unflatten(indices: Sequence[torch.Tensor | None]) -> Lengths:
-    return Lengths(*indices)
+def _unflatten(indices: Sequence[torch.Tensor | None]) -> Extras:
+    return Extras(*indices)
 
 
-def _flatten(lengths: Lengths) -> list[torch.Tensor | None]:
-    return [getattr(lengths, field.name) for field in fields(lengths)]
+def _flatten(extras: Extras) -> list[torch.Tensor | None]:
+    return [getattr(extras, field.name) for field in fields(extras)]
 
 
 @torch.library.custom_op("attngen::forward", mutates_args=())
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor | None,
+    v: torch.Tensor,
     indices: Sequence[torch.Tensor | None],
     params: Sequence[torch.Tensor],
     names: str,
@@ -62,15 +62,12 @@ def _forward(
     want_max: bool,
     partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ops = _lookup(handle)
-    cache: Cache = (k, v) if v is not None and ops.spec.kv.kind == "paged" else k
-    values = None if isinstance(cache, tuple) else v
     given = dict(zip(names.split(","), params, strict=True)) if names else {}
-    return ops.run_forward(
+    return _lookup(handle).run_forward(
         op,  # type: ignore[arg-type]
         q,
-        cache,
-        values,
+        k,
+        v,
         _unflatten(indices),
         given,
         want_max=want_max,
@@ -82,7 +79,7 @@ def _forward(
 def _(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor | None,
+    v: torch.Tensor,
     indices: Sequence[torch.Tensor | None],
     params: Sequence[torch.Tensor],
     names: str,
@@ -91,9 +88,9 @@ def _(
     want_max: bool,
     partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    spec = _lookup(handle).spec
-    out = q.new_empty((*q.shape[:-1], spec.heads.value_dim), dtype=torch_dtype(spec.out_dtype or spec.dtype))
-    rows = (isinstance(spec.normalizer, Softmax), want_max)
+    variant = _lookup(handle).variant(op)  # type: ignore[arg-type]
+    out = q.new_empty((*q.shape[:-1], variant.head_dim_vo), dtype=torch_dtype(variant.out_dtype))
+    rows = (variant.is_softmax, want_max)
     lse, largest = (q.new_empty(q.shape[:-1] if there else 0, dtype=torch.float32) for there in rows)
     return out, lse, largest
 
@@ -171,24 +168,25 @@ def attention(
     handle: str,
     op: str,
     q: torch.Tensor,
-    k: Cache,
-    v: torch.Tensor | None,
-    lengths: Lengths,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
     params: Mapping[str, torch.Tensor],
     *,
     want_max: bool = False,
     partial: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(out, lse, largest logits)`` through the dispatcher: traceable, differentiable; see :meth:`Ops.run_forward`."""
-    if isinstance(k, (tuple, list)):
-        k, v = k
-    for name, tensor in (("q", q), *((f"params[{name!r}]", tensor) for name, tensor in params.items())):
+    for name, tensor in params.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(
-                f"{name} is a {type(tensor).__name__}", where=name, why="a tensor is needed", fix="pass one"
+                f"params[{name!r}] is a {type(tensor).__name__}",
+                where=f"params[{name!r}]",
+                why="a tensor is needed",
+                fix="pass one",
             )
     return torch.ops.attngen.forward(  # type: ignore[no-any-return]
-        q, k, v, _flatten(lengths), list(params.values()), ",".join(params), handle, op, want_max, partial
+        q, k, v, _flatten(extras), list(params.values()), ",".join(params), handle, op, want_max, partial
     )
 
 
@@ -201,12 +199,12 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    lengths: Lengths,
+    extras: Extras,
     params: Mapping[str, torch.Tensor],
     *,
     deterministic: bool,
 ) -> list[torch.Tensor]:
     """``[dq, dk, dv, *dparams]`` through the dispatcher: traceable."""
     return torch.ops.attngen.backward(  # type: ignore[no-any-return]
-        dout, dlse, q, k, v, out, lse, _flatten(lengths), list(params.values()), ",".join(params), handle, deterministic
+        dout, dlse, q, k, v, out, lse, _flatten(extras), list(params.values()), ",".join(params), handle, deterministic
     )

@@ -104,7 +104,7 @@ def tile_lists(*, lists: bool) -> tuple[Arg, ...]:
 
 def tensor_maps(variant: Variant) -> tuple[Arg, ...]:
     """Keys and values as the hardware copies tiles of them."""
-    return (Arg("k_tiles", f"tiles<{variant.kv_dtype}>"), Arg("v_tiles", f"tiles<{variant.kv_dtype}>"))
+    return (Arg("k_tiles", f"tiles<{variant.dtype}>"), Arg("v_tiles", f"tiles<{variant.dtype}>"))
 
 
 def param_gradients(variant: Variant) -> tuple[Arg, ...]:

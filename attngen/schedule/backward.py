@@ -29,8 +29,8 @@ def plan_backward(variant: Variant, target: Target, backend: str, *, determinist
     stats = (Arg("lse", "*fp32"), Arg("delta", "*fp32")) if variant.is_softmax else ()
     inputs = (
         *tensor("q", variant.dtype),
-        *tensor("k", variant.kv_dtype),
-        *tensor("v", variant.kv_dtype),
+        *tensor("k", variant.dtype),
+        *tensor("v", variant.dtype),
         *tensor("dout", variant.out_dtype),
         *stats,
     )
@@ -53,7 +53,7 @@ def plan_backward(variant: Variant, target: Target, backend: str, *, determinist
         "dkdv",
         target,
         backend,
-        args=(*inputs, *tensor("dk", variant.kv_dtype), *tensor("dv", variant.kv_dtype), *dk_norm, *shape),
+        args=(*inputs, *tensor("dk", variant.dtype), *tensor("dv", variant.dtype), *dk_norm, *shape),
     )
     dq = plan_kernel(
         variant,

@@ -49,7 +49,7 @@ def _outputs(variant: Variant) -> tuple[Arg, ...]:
         *tensor("out", variant.out_dtype),
         *(rows if variant.is_softmax else ()),
         *sink(variant),
-        *(tensor("gate", variant.dtype) if variant.gate else ()),
+        *(tensor("gate", variant.compute_dtype) if variant.gate else ()),
     )
 
 
@@ -68,8 +68,8 @@ def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, spli
         split=split,
         args=(
             *tensor("q", variant.dtype),
-            *tensor("k", variant.kv_dtype),
-            *tensor("v", variant.kv_dtype),
+            *tensor("k", variant.k_storage.dtype),
+            *tensor("v", variant.v_storage.dtype),
             *_outputs(variant),
             *partials,
             *sequences(variant),

@@ -1,7 +1,7 @@
 """The declaration layer."""
 
 from attngen.spec.attention import AttentionSpec
-from attngen.spec.heads import GQA, MHA, MQA, Heads
+from attngen.spec.heads import GQA, MHA, MLA, MQA, Heads
 from attngen.spec.kv import KV, Contiguous, Paged, Ragged
 from attngen.spec.loading import load_spec, shipped_specs
 from attngen.spec.normalizer import Normalizer, ReLU, Sigmoid, SiLU, Softmax
@@ -11,6 +11,7 @@ __all__ = [
     "GQA",
     "KV",
     "MHA",
+    "MLA",
     "MQA",
     "AttentionSpec",
     "Contiguous",

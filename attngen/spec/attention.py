@@ -7,12 +7,12 @@ from typing import Any, Self
 import tomli_w
 from pydantic import Field, model_validator
 
-from attngen.dtypes import DTypeName
+from attngen.dtypes import DTypeName, QueryDTypeName
 from attngen.ir.names import ParamName
 from attngen.masks import Full, Mask
 from attngen.model import SpecModel
 from attngen.score_mods import AnyScoreMod
-from attngen.spec.heads import Heads
+from attngen.spec.heads import MLA, Heads
 from attngen.spec.kv import KV, Contiguous
 from attngen.spec.normalizer import Normalizer, Softmax
 from attngen.spec.transforms import QKNorm, Rope
@@ -25,14 +25,14 @@ class AttentionSpec(SpecModel):
 
     Attributes:
         name: shown in manifests and logs, never in generated source.
-        heads: :class:`MHA`, :class:`MQA` or :class:`GQA`.
+        heads: :class:`MHA`, :class:`MQA`, :class:`GQA` or :class:`MLA`.
         mask: which keys a query sees; combine with ``& | ~``.
         score_mods: changes of the logit, applied in order.
         normalizer: :class:`Softmax`, :class:`Sigmoid`, :class:`ReLU` or :class:`SiLU`.
         sm_scale: factor on the dot product; ``head_dim_qk ** -0.5`` when omitted.
-        dtype: element type of q and out.
+        dtype: element type of q and, unless it is fp8, of out.
         kv: storage of keys and values.
-        out_dtype: element type of out when it differs from ``dtype``.
+        out_dtype: element type of out when it differs from ``dtype``; bf16 by default where that is fp8.
         rope: rotation of queries and keys by their positions, inside the kernels.
         qk_norm: norm of queries and keys over the head dim, before the rotation.
         dropout: probability with which a weight becomes 0 in prefill and training, the others growing by ``1 / (1 - dropout)``.
@@ -49,7 +49,7 @@ class AttentionSpec(SpecModel):
     score_mods: tuple[AnyScoreMod, ...] = ()
     normalizer: Normalizer = Softmax()
     sm_scale: float | None = None
-    dtype: DTypeName = "bf16"
+    dtype: QueryDTypeName = "bf16"
     kv: KV = Contiguous()
     out_dtype: DTypeName | None = None
     rope: Rope | None = None
@@ -61,6 +61,12 @@ class AttentionSpec(SpecModel):
     def _fits(self) -> Self:
         if self.rope is not None and (self.rope.dim or 0) > self.heads.head_dim_qk:
             raise ValueError(f"rope.dim={self.rope.dim} exceeds head_dim_qk={self.heads.head_dim_qk}")
+        widths = {self.heads.head_dim_qk, self.heads.value_dim}
+        if isinstance(self.heads, MLA):
+            widths |= {self.heads.head_dim_ckv, self.heads.head_dim_kpe}
+        for storage in self.kv.storages(self.dtype):
+            if storage.block and any(width % storage.block for width in widths):
+                raise ValueError(f"kv.group_size={storage.block} does not divide all head dims {sorted(widths)}")
         return self
 
     def to_toml(self) -> str:

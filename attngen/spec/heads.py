@@ -70,4 +70,37 @@ class GQA(_Heads):
         return self
 
 
-Heads = Annotated[MHA | MQA | GQA, Field(discriminator="kind")]
+class MLA(SpecModel):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    A token leaves one latent ``ckv`` and one rotated key part ``kpe`` in the cache. Decode is absorbed: every head attends, with
+    queries ``(q_nope, q_pe)`` of ``head_dim_ckv + head_dim_kpe``, to the latents, and gives a latent. Prefill and backward take
+    keys and values that have been projected up: as MHA with ``head_dim_qk = head_dim_nope + head_dim_kpe``. Both scale by
+    ``head_dim_qk ** -0.5``.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("num_qo_heads",)
+    kind: Literal["mla"] = "mla"
+    num_qo_heads: Count
+    head_dim_ckv: int = Field(default=512, ge=16, le=512, multiple_of=16)
+    head_dim_kpe: int = Field(default=64, ge=16, le=64, multiple_of=16)
+    head_dim_nope: HeadDim = 128
+    head_dim_vo: HeadDim = 128
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of prefill; the cache has one."""
+        return self.num_qo_heads
+
+    @property
+    def head_dim_qk(self) -> int:
+        """Width of queries and keys before absorption."""
+        return self.head_dim_nope + self.head_dim_kpe
+
+    @property
+    def value_dim(self) -> int:
+        """Width of values and outputs of prefill."""
+        return self.head_dim_vo
+
+
+Heads = Annotated[MHA | MQA | GQA | MLA, Field(discriminator="kind")]

@@ -202,7 +202,7 @@ def indptr(lens: Sequence[int]) -> torch.Tensor:
 
 
 def int32(values: Sequence[int]) -> torch.Tensor:
-    """Lengths or indices as calls take them."""
+    """Extras or indices as calls take them."""
     return torch.tensor(values, dtype=torch.int32)
 
 

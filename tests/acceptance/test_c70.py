@@ -1,6 +1,6 @@
 """C70: the op is opaque to Dynamo, so that ``fullgraph=True`` fails.
 
-Lengths are tensors everywhere, so that no ``max_seqlen`` exists.
+Extras are tensors everywhere, so that no ``max_seqlen`` exists.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import torch
 import attngen as ag
 from attngen.backends import reference
 from attngen.backends.base import Inputs
-from attngen.ops.batching import Lengths, collect_inputs
+from attngen.ops.batching import collect_inputs
 from attngen.ops.checks import torch_dtype
+from attngen.ops.storage import Extras, unpack
 from attngen.variant import OpName, Variant, normalize
 
 # A result may be off by this many times the error that eager torch makes in the working dtype on the same numbers, or what rounding
@@ -130,10 +131,15 @@ def _keys(
     heads, dims = variant.num_kv_heads, (variant.head_dim_qk, variant.head_dim_vo)
     if variant.kv_layout == "ragged":
         lengths["kv_indptr"] = _indptr(case.kv_lens)
-        return tuple(_random((sum(case.kv_lens), heads, d), variant.kv_dtype, generator, case.strided) for d in dims)
+        return tuple(
+            _random((sum(case.kv_lens), heads, d), variant.k_storage.dtype, generator, case.strided) for d in dims
+        )
     if variant.kv_layout == "padded":
         longest = max(case.kv_lens, default=0)
-        kv = [_random((len(case.kv_lens), longest, heads, d), variant.kv_dtype, generator, case.strided) for d in dims]
+        kv = [
+            _random((len(case.kv_lens), longest, heads, d), variant.k_storage.dtype, generator, case.strided)
+            for d in dims
+        ]
         if set(case.kv_lens) != {longest} and case.kv_lens:
             lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
             for b, n in enumerate(case.kv_lens):
@@ -160,7 +166,7 @@ def _pages(
             rows[:n] = torch.randn(n, variant.num_kv_heads, dim, generator=generator)
             pool[order[start : start + count]] = rows.view(count, size, variant.num_kv_heads, dim)
             start += count
-        caches.append(pool.to(torch_dtype(variant.kv_dtype)))
+        caches.append(pool.to(torch_dtype(variant.k_storage.dtype)))
     if case.spec.kv.layout == "HND":
         caches = [c.transpose(1, 2).contiguous() for c in caches]
     pages = order.to(torch.int32)
@@ -214,10 +220,11 @@ def oracle_inputs(case: Case, call: Call) -> tuple[Variant, Inputs]:
     """The case as the oracle takes it, on the CPU."""
     variant = normalize(case.spec, case.op)
     kv = [tuple(x.cpu() for x in t) if isinstance(t, tuple) else t.cpu() for t in call.kv]
-    lengths = Lengths(**{name: t.cpu() for name, t in (call.lengths | call.stream).items()})
+    given = Extras(**{name: t.cpu() for name, t in (call.lengths | call.stream).items()})
     params = {name: t.cpu() for name, t in call.params.items()}
     keys, values = (kv[0], None) if len(kv) == 1 else (kv[0], kv[1])
-    return variant, collect_inputs(variant, case.spec.kv, call.q.cpu(), keys, values, lengths, params)
+    q, k, v, extras = unpack(variant, case.spec.kv, call.q.cpu(), keys, values, given)
+    return variant, collect_inputs(variant, q, k, v, extras, params)
 
 
 @dataclass(frozen=True)

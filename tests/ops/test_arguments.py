@@ -46,8 +46,14 @@ CASES: list[tuple[ag.AttentionSpec, Callable[[], dict[str, object]], str, str, s
         "[batch, qo_len, num_qo_heads, head_dim_qk]",
     ),
     (CONTIGUOUS, lambda: dense(k=torch.randn(3, 5, 2, 32)), "k", "k has shape [3, 5, 2, 32]", "= [2, *, 2, 32]"),
-    (CONTIGUOUS, lambda: dense(v=torch.randn(2, 4, 2, 32)), "v", "v has shape [2, 4, 2, 32]", "= [2, 5, 2, 32]"),
-    (CONTIGUOUS, lambda: dense(v=None), "v", "v is missing", "a tensor [batch, kv_len, num_kv_heads, head_dim_vo]"),
+    (
+        CONTIGUOUS,
+        lambda: dense(v=torch.randn(2, 4, 2, 32)),
+        "v",
+        "v has shape [2, 4, 2, 32]",
+        "the keys beside it have 2 x 5 slots",
+    ),
+    (CONTIGUOUS, lambda: dense(v=None), "v", "v is missing", "a tensor [batch, kv_len, num_kv_heads, head_dim]"),
     (CONTIGUOUS, lambda: dense(k=torch.randn(2, 5, 2, 32, device="meta")), "k", "k is on meta", "q is on cpu"),
     (
         CONTIGUOUS,

@@ -92,7 +92,7 @@ def test_numbers_written_differently_are_the_same_spec() -> None:
             "greater than or equal to 0",
         ),
         ({"heads": HEADS, "kv": {"kind": "paged", "page_size": 0}}, "kv.paged.page_size", "greater than or equal to 1"),
-        ({"heads": HEADS, "dtype": "fp8"}, "dtype", "'fp32', 'bf16' or 'fp16'"),
+        ({"heads": HEADS, "dtype": "fp8"}, "dtype", "'fp32', 'bf16', 'fp16' or 'fp8_e4m3'"),
         ({"heads": HEADS, "window": 3}, "window", "not permitted"),
         ({"heads": HEADS, "dropout": 1.0}, "dropout", "less than 1"),
         ({"heads": HEADS, "mask": {"kind": "custom", "name": "m", "expression": "q +"}}, "mask.custom", "expression"),
