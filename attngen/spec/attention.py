@@ -61,12 +61,16 @@ class AttentionSpec(SpecModel):
     def _fits(self) -> Self:
         if self.rope is not None and (self.rope.dim or 0) > self.heads.head_dim_qk:
             raise ValueError(f"rope.dim={self.rope.dim} exceeds head_dim_qk={self.heads.head_dim_qk}")
-        widths = {self.heads.head_dim_qk, self.heads.value_dim}
-        if isinstance(self.heads, MLA):
-            widths |= {self.heads.head_dim_ckv, self.heads.head_dim_kpe}
-        for storage in self.kv.storages(self.dtype):
-            if storage.block and any(width % storage.block for width in widths):
-                raise ValueError(f"kv.group_size={storage.block} does not divide all head dims {sorted(widths)}")
+        heads = self.heads
+        stored = (
+            (heads.head_dim_ckv, heads.head_dim_kpe) if isinstance(heads, MLA) else (heads.head_dim_qk, heads.value_dim)
+        )
+        storages = self.kv.storages(self.dtype)
+        if self.kv.scale is not None and not any(storage.scale == self.kv.scale for storage in storages):
+            raise ValueError(f"kv.scale={self.kv.scale!r} has no meaning for {' and '.join(x.dtype for x in storages)}")
+        for storage in storages:
+            if storage.block and any(width % storage.block for width in stored):
+                raise ValueError(f"kv.group_size={storage.block} does not divide head dims {stored[0]} and {stored[1]}")
         return self
 
     def to_toml(self) -> str:

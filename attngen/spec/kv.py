@@ -38,7 +38,7 @@ class _Storage(SpecModel):
             raise ValueError("dtype has no meaning beside k_dtype and v_dtype")
         names = {self.k_dtype or self.dtype, self.v_dtype or self.dtype}
         rows = [DTYPES[name] for name in names if name is not None]
-        if self.scale is not None and not any(self.scale in row.scales for row in rows):
+        if self.scale is not None and None not in names and not any(self.scale in row.scales for row in rows):
             raise ValueError(f"no element type of this cache has scale={self.scale!r}")
         if self.scale is not None:
             for row in rows:

@@ -15,6 +15,7 @@ from attngen.ops.batching import collect_inputs
 from attngen.ops.checks import torch_dtype
 from attngen.ops.storage import Extras, unpack
 from attngen.variant import OpName, Variant, normalize
+from tests.numerics import caches
 
 # A result may be off by this many times the error that eager torch makes in the working dtype on the same numbers, or what rounding
 # the largest logit does to its exponential, if that is more. Gradients get twice as much: eager torch keeps the weights, while
@@ -33,7 +34,7 @@ class Case:
         name: unique, part of the test's id.
         spec, op: what is run.
         qo_lens, kv_lens: tokens of each request; decode takes the longest qo_len for all.
-        pages: how a paged cache is passed: ``table``, ``csr`` or ``stacked``.
+        pages: how a paged cache is passed: ``table``, ``csr`` or ``stacked``; latents are joined where ``stacked``.
         strided: pass views whose tokens and heads are not adjacent.
         exact: also ask for deterministic gradients, twice.
     """
@@ -67,6 +68,8 @@ def build_call(case: Case, device: str = "cpu") -> Call:
     lengths: dict[str, torch.Tensor] = {}
     q = _queries(case, variant, generator, lengths)
     kv = _keys(case, variant, generator, lengths)
+    if variant.dtype == "fp8_e4m3":
+        lengths["q_scale"] = torch.tensor(0.7)
     params = {p.name: _param(p, case, variant, generator) for p in variant.params}
     if variant.gate:
         params[variant.gate] = _gate(case, variant, q, generator)
@@ -75,21 +78,22 @@ def build_call(case: Case, device: str = "cpu") -> Call:
         numbers = torch.randint(-(2**62), 2**62, (2,), generator=generator)
         stream = {"seed": numbers[:1].to(device), "offset": numbers[1:].to(device)}
     move = {name: t.to(device) for name, t in lengths.items()}
-    place = tuple(tuple(_moved(x, device) for x in t) if isinstance(t, tuple) else _moved(t, device) for t in kv)
-    return Call(_moved(q, device), place, move, {name: t.to(device) for name, t in params.items()}, stream)
+    return Call(_moved(q, device), _moved(kv, device), move, {name: t.to(device) for name, t in params.items()}, stream)
 
 
 def _gate(case: Case, variant: Variant, q: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random, NaN where q has padding."""
-    gate = _random((*q.shape[:-1], variant.head_dim_vo), variant.dtype, generator, case.strided)
+    gate = _random((*q.shape[:-1], variant.head_dim_vo), variant.compute_dtype, generator, case.strided)
     if variant.q_layout == "padded":
         for b, n in enumerate(case.qo_lens):
             gate[b, n:] = float("nan")
     return gate
 
 
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy on ``device`` with the same strides and gaps."""
+def _moved(tensor: Any, device: str) -> Any:
+    """Copies on ``device`` with the same strides and gaps."""
+    if isinstance(tensor, tuple):
+        return tuple(_moved(x, device) for x in tensor)
     if device == "cpu":
         return tensor
     span = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -128,37 +132,35 @@ def _queries(
 def _keys(
     case: Case, variant: Variant, generator: torch.Generator, lengths: dict[str, torch.Tensor]
 ) -> tuple[Any, ...]:
-    heads, dims = variant.num_kv_heads, (variant.head_dim_qk, variant.head_dim_vo)
+    heads = variant.num_kv_heads
+    dims = (variant.head_dim_qk, variant.head_dim_vo)[: 1 if variant.value_source == "keys" else 2]
+    joined = case.pages == "stacked"
+    if variant.kv_layout == "paged":
+        return caches.pages(_pools(case, variant, dims, generator, lengths), variant, case.spec.kv, lengths, joined)
     if variant.kv_layout == "ragged":
         lengths["kv_indptr"] = _indptr(case.kv_lens)
-        return tuple(
-            _random((sum(case.kv_lens), heads, d), variant.k_storage.dtype, generator, case.strided) for d in dims
-        )
-    if variant.kv_layout == "padded":
-        longest = max(case.kv_lens, default=0)
-        kv = [
-            _random((len(case.kv_lens), longest, heads, d), variant.k_storage.dtype, generator, case.strided)
-            for d in dims
-        ]
-        if set(case.kv_lens) != {longest} and case.kv_lens:
-            lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
-            for b, n in enumerate(case.kv_lens):
-                for tensor in kv:
-                    tensor[b, n:] = float("nan")
-        return tuple(kv)
-    return _pages(case, variant, generator, lengths)
+        shapes = [(sum(case.kv_lens), heads, dim) for dim in dims]
+    else:
+        shapes = [(len(case.kv_lens), max(case.kv_lens, default=0), heads, dim) for dim in dims]
+    kv = [_random(shape, "fp32", generator, case.strided) for shape in shapes]
+    if variant.kv_layout == "padded" and len(set(case.kv_lens)) > 1:
+        lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
+        for b, n in enumerate(case.kv_lens):
+            for tensor in kv:
+                tensor[b, n:] = float("nan")
+    return caches.dense(kv, variant, lengths, joined)
 
 
-def _pages(
-    case: Case, variant: Variant, generator: torch.Generator, lengths: dict[str, torch.Tensor]
-) -> tuple[Any, ...]:
-    """A shuffled pool with spare pages; tails of last pages and spare pages are NaN, spare table entries are garbage."""
+def _pools(
+    case: Case, variant: Variant, dims: Sequence[int], generator: torch.Generator, lengths: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Shuffled pools with spare pages; tails of last pages and spare pages are NaN, spare table entries are garbage."""
     size = variant.page_size
     counts = [-(-n // size) for n in case.kv_lens]
     total = sum(counts) + 3
     order = torch.randperm(total, generator=generator, dtype=torch.int64)
-    caches = []
-    for dim in (variant.head_dim_qk, variant.head_dim_vo):
+    pools = []
+    for dim in dims:
         pool = torch.full((total, size, variant.num_kv_heads, dim), float("nan"))
         start = 0
         for n, count in zip(case.kv_lens, counts, strict=True):
@@ -166,9 +168,7 @@ def _pages(
             rows[:n] = torch.randn(n, variant.num_kv_heads, dim, generator=generator)
             pool[order[start : start + count]] = rows.view(count, size, variant.num_kv_heads, dim)
             start += count
-        caches.append(pool.to(torch_dtype(variant.k_storage.dtype)))
-    if case.spec.kv.layout == "HND":
-        caches = [c.transpose(1, 2).contiguous() for c in caches]
+        pools.append(pool)
     pages = order.to(torch.int32)
     if case.pages == "csr":
         lengths["kv_indptr"] = _indptr(counts)
@@ -184,7 +184,7 @@ def _pages(
             start += count
         lengths["page_table"] = table
         lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
-    return (torch.stack(caches, 1),) if case.pages == "stacked" else (tuple(caches),)
+    return pools
 
 
 def _param(param: Any, case: Case, variant: Variant, generator: torch.Generator) -> torch.Tensor:
@@ -216,13 +216,17 @@ def _indptr(lens: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lens, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
 
 
+def _on_cpu(tensor: Any) -> Any:
+    return tuple(_on_cpu(x) for x in tensor) if isinstance(tensor, tuple) else tensor.cpu()
+
+
 def oracle_inputs(case: Case, call: Call) -> tuple[Variant, Inputs]:
     """The case as the oracle takes it, on the CPU."""
     variant = normalize(case.spec, case.op)
-    kv = [tuple(x.cpu() for x in t) if isinstance(t, tuple) else t.cpu() for t in call.kv]
+    kv = _on_cpu(call.kv)
     given = Extras(**{name: t.cpu() for name, t in (call.lengths | call.stream).items()})
     params = {name: t.cpu() for name, t in call.params.items()}
-    keys, values = (kv[0], None) if len(kv) == 1 else (kv[0], kv[1])
+    keys, values = kv[0], (kv[1] if len(kv) > 1 else None)
     q, k, v, extras = unpack(variant, case.spec.kv, call.q.cpu(), keys, values, given)
     return variant, collect_inputs(variant, q, k, v, extras, params)
 
@@ -239,7 +243,9 @@ def run_case(case: Case, ops: ag.Ops, device: str = "cpu") -> Verdict:
     """Run a case and judge it."""
     call = build_call(case, device)
     variant, inputs = oracle_inputs(case, call)
-    exact, eager = (reference.rows(variant, inputs, dtype) for dtype in (torch.float64, torch_dtype(variant.dtype)))
+    exact, eager = (
+        reference.rows(variant, inputs, dtype) for dtype in (torch.float64, torch_dtype(variant.compute_dtype))
+    )
     poison = torch.full(
         (*call.q.shape[:-1], variant.head_dim_vo), float("nan"), dtype=torch_dtype(variant.out_dtype), device=device
     )
@@ -335,7 +341,7 @@ class _Judge:
             return
         error = float((got - exact)[finite].abs().max())
         eager_error = float((eager.double() - exact)[finite & eager.isfinite()].abs().max())
-        epsilon = torch.finfo(torch_dtype(dtype or self.variant.dtype)).eps
+        epsilon = torch.finfo(torch_dtype(dtype or self.variant.compute_dtype)).eps
         factor = GRADIENT_FACTOR if name.startswith("d") else FACTOR
         weighed = epsilon < 1e-6 and name not in ("lse", "max")
         rounding = epsilon * float(exact[finite].abs().max()) * (self.largest_logit if weighed else 1.0)
