@@ -206,6 +206,10 @@ class _Resolver:
                 future.set_exception(error)
         return future.result()
 
+    def beside(self, spec: AttentionSpec) -> _Resolver:
+        """The same for another spec."""
+        return _Resolver(spec, self.target, self.backend, self.progress)
+
     def compiled(self) -> dict[OpName, Op]:
         """The ops compiled so far, in the order of :data:`OPS`."""
         with self._lock:

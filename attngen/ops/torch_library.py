@@ -19,18 +19,18 @@ from attngen.ops.storage import Extras
 from attngen.spec import Softmax
 
 if TYPE_CHECKING:
-    from attngen.ops.ops import Ops
+    from attngen.ops.compiled import CompiledSpec
 
 # All living objects of a handle: which of them serves a graph makes no difference.
-_OPS: dict[str, WeakSet[Ops]] = {}
+_OPS: dict[str, WeakSet[CompiledSpec]] = {}
 
 
-def register(handle: str, ops: Ops) -> None:
+def register(handle: str, ops: CompiledSpec) -> None:
     """Make ``ops`` reachable from graphs under ``handle``."""
     _OPS.setdefault(handle, WeakSet()).add(ops)
 
 
-def _lookup(handle: str) -> Ops:
+def _lookup(handle: str) -> CompiledSpec:
     for ops in _OPS.get(handle, ()):
         return ops
     raise ArgumentError(
@@ -176,7 +176,7 @@ def attention(
     want_max: bool = False,
     partial: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(out, lse, largest logits)`` through the dispatcher: traceable, differentiable; see :meth:`Ops.run_forward`."""
+    """``(out, lse, largest logits)`` through the dispatcher: traceable, differentiable; see :meth:`CompiledSpec.run_forward`."""
     for name, tensor in params.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(

@@ -1,0 +1,141 @@
+"""Prefill of new tokens beside a prefix that is in a paged cache already: one call, two sets of keys.
+
+Both parts are attended to on their own, in fp32, and merged by their lse (:func:`attngen.merge_states`), so that each is read as it
+lies: the prefix in the cache's dtype and layout, the new tokens as the projection wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attngen.errors import ArgumentError, UnsupportedError
+from attngen.ir.expr import Coord
+from attngen.ops.checks import check_indptr, check_tensor, torch_dtype
+from attngen.ops.merge import merge_states
+from attngen.ops.storage import Cache, Extras, Query, unpack
+from attngen.spec import MLA, AttentionSpec, Paged, Ragged
+from attngen.variant import Variant
+
+if TYPE_CHECKING:
+    from attngen.ops.compiled import CompiledSpec
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class PrefixPrefill:
+    """Prefill of one spec over a prefix; ``compile`` makes the ops of the two parts."""
+
+    def __init__(
+        self, spec: AttentionSpec, variant: Variant, compile_part: Callable[[AttentionSpec], CompiledSpec]
+    ) -> None:
+        _check(spec, variant)
+        self.spec, self.variant = spec, variant
+        part = spec.model_copy(update={"out_dtype": "fp32", "output_gate": None})
+        self._prefix = compile_part(part)
+        self._fresh = compile_part(
+            part.model_copy(update={"kv": Ragged.model_validate({"dtype": variant.compute_dtype})})
+        )
+
+    def __call__(
+        self,
+        q: Query,
+        k: Cache,
+        v: Cache | None,
+        cache: Cache,
+        given: Extras,
+        params: Mapping[str, torch.Tensor],
+        *,
+        partial: bool,
+        want_max: bool,
+    ) -> Rows:
+        """out, lse and largest logits.
+
+        Args:
+            q, k, v: ragged; ``given.kv_indptr`` delimits the new keys.
+            cache, given: the prefix, through ``page_table`` and its ``kv_lens``; queries stand at the end of the new tokens.
+        """
+        if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+            raise ArgumentError(
+                "new keys are no tensors",
+                where="k, v",
+                why="beside a prefix they are passed as the projection wrote them",
+                fix="pass k and v [nnz_kv, num_kv_heads, head_dim], and the cache as kv_cache=",
+            )
+        qo_indptr = check_indptr("qo_indptr", given.qo_indptr, q.shape[0], q.device, read=False)
+        kv_indptr = check_indptr("kv_indptr", given.kv_indptr, k.shape[0], q.device, read=False)
+        lens = check_tensor(
+            "kv_lens", given.kv_lens, dtype="i32", shape=(len(qo_indptr) - 1,), axes="[batch]", device=q.device
+        )
+        first = given.q_offset
+        if first is None:
+            first = lens + (kv_indptr.diff() - qo_indptr.diff())
+        own = {name: tensor for name, tensor in params.items() if name != self.variant.gate}
+        positions = replace(Extras(), qo_indptr=qo_indptr, q_offset=first, q_scale=given.q_scale)
+        before = replace(
+            positions, page_table=given.page_table, kv_lens=lens, k_scale=given.k_scale, v_scale=given.v_scale
+        )
+        after = replace(positions, kv_indptr=kv_indptr, kv_offset=lens)
+        old = self._part(self._prefix, q, cache, None, before, own, want_max=want_max)
+        new = self._part(self._fresh, q, k, v, after, own, want_max=want_max)
+        if not self.variant.is_softmax:
+            return self._finished(old[0] + new[0], params), q.new_empty(0), q.new_empty(0)
+        sink = None
+        if self.variant.sink is not None and not partial:
+            param = self.variant.sink_param
+            sink = torch.zeros(self.variant.num_qo_heads, device=q.device) if param is None else params[param.name]
+        out, lse = merge_states((old[0], new[0]), (old[1], new[1]), sink)
+        return self._finished(out, params), lse, torch.maximum(old[2], new[2]) if want_max else q.new_empty(0)
+
+    def _part(
+        self,
+        ops: CompiledSpec,
+        q: torch.Tensor,
+        k: Cache,
+        v: Cache | None,
+        given: Extras,
+        params: Mapping[str, torch.Tensor],
+        *,
+        want_max: bool,
+    ) -> Rows:
+        """Attention to the keys of one part, without sink and gate."""
+        query, keys, values, given = unpack(ops.variant("prefill"), ops.spec.kv, q, k, v, given)
+        return ops.run_forward("prefill", query, keys, values, given, params, want_max=want_max, partial=True)
+
+    def _finished(self, out: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self.variant.gate is not None:
+            out = out * torch.sigmoid(params[self.variant.gate].float())
+        return out.to(torch_dtype(self.variant.out_dtype))
+
+
+def _check(spec: AttentionSpec, variant: Variant) -> None:
+    def refuse(what: str, where: str, why: str, fix: str) -> None:
+        raise UnsupportedError(what, where=where, why=why, fix=fix)
+
+    if not isinstance(spec.kv, Paged):
+        refuse(
+            "kv_cache has no meaning here",
+            "kv_cache",
+            f"the spec's storage is {spec.kv.kind}, passed as k and v",
+            "declare kv=ag.Paged(...)",
+        )
+    if isinstance(spec.heads, MLA):
+        refuse(
+            "latents and projected keys cannot be attended to with the same queries",
+            "kv_cache",
+            "absorbed queries are wider",
+            "call decode over the latents and prefill over the new tokens with partial=True, and merge_states",
+        )
+    if spec.dropout:
+        refuse("dropout has no meaning beside a cache", "spec.dropout", "it serves training", "declare dropout=0")
+    lengths = {Coord("kv_len"), Coord("qo_len")}
+    if any(node in lengths for expr in (variant.mask, variant.score) for node in expr.walk()):
+        refuse(
+            "the mask or score reads kv_len",
+            "kv_cache",
+            "prefix and new tokens are attended to one after the other, and have a length each",
+            "append the new tokens to the cache first, then call prefill over the cache alone",
+        )

@@ -1,0 +1,89 @@
+"""New tokens beside a paged prefix: one call over both equals one over all keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attngen as ag
+from attngen.backends import reference
+from attngen.dtypes import quantize
+from attngen.ops.batching import collect_inputs
+from attngen.ops.storage import Extras, unpack
+from attngen.variant import normalize
+from tests.acceptance.probes import Place
+
+PREFIX, NEW = (37, 0, 16), (5, 9, 1)
+HEADS = ag.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"mask": ag.Causal() & ag.SlidingWindow(left=11), "score_mods": (ag.ALiBi(),)},
+        {"normalizer": ag.Softmax(sink=True), "output_gate": "gate"},
+        {"normalizer": ag.Softmax(off_by_one=True)},
+        {"normalizer": ag.Sigmoid(bias=-1.0)},
+        {"rope": ag.Rope()},
+    ],
+    ids=["causal", "window-alibi", "sink-gate", "off-by-one", "sigmoid", "rope"],
+)
+@pytest.mark.parametrize("dtype", [None, "fp8_e4m3"])
+def test_a_prefix_and_new_tokens_are_seen_in_one_call(place: Place, fields: dict[str, Any], dtype: str | None) -> None:
+    torch.manual_seed(0)
+    spec = ag.AttentionSpec(
+        **{"heads": HEADS, "mask": ag.Causal(), "dtype": "fp32", "kv": ag.Paged(page_size=16, dtype=dtype), **fields}
+    )
+    storage = spec.kv.storages("fp32")[0]
+    pool = [torch.randn(8, 16, 2, 64) for _ in range(2)]
+    cache = tuple(quantize(x, storage)[0] for x in pool)
+    table = i32(6, 2, 5, -1, -1, -1, 1, -1, -1).view(3, 3)
+    q, k, v = (torch.randn(sum(NEW), n, 64) for n in (4, 2, 2))
+    params = {"sink": torch.randn(4)} if "normalizer" in fields and spec.normalizer == ag.Softmax(sink=True) else {}
+    if spec.output_gate:
+        params["gate"] = torch.randn(sum(NEW), 4, 64)
+    indptr = i32(0, 5, 14, 15)
+    dense = ag.AttentionSpec.model_validate({**spec.model_dump(), "kv": ag.Ragged().model_dump()})
+    whole = []
+    for stored, fresh in zip(cache, (k, v), strict=True):
+        old = [stored[table[b].clamp(min=0).long()].flatten(0, 1)[:n].float() for b, n in enumerate(PREFIX)]
+        whole.append(torch.cat([x for pair in zip(old, fresh.split(NEW), strict=True) for x in pair]))
+    variant = normalize(dense, "prefill")
+    total = torch.tensor([0, *PREFIX]).cumsum(0).int() + indptr
+    exact = reference.rows(
+        variant,
+        collect_inputs(
+            variant, *unpack(variant, dense.kv, q, *whole, Extras(qo_indptr=indptr, kv_indptr=total)), params
+        ),
+    )
+    device = place.device
+    got = place.compile(spec).prefill(
+        q.to(device),
+        k.to(device),
+        v.to(device),
+        kv_cache=tuple(x.to(device) for x in cache),
+        qo_indptr=indptr.to(device),
+        kv_indptr=indptr.to(device),
+        page_table=table.to(device),
+        kv_lens=i32(*PREFIX).to(device),
+        params={name: x.to(device) for name, x in params.items()},
+        **({"return_lse": True, "return_max": True} if variant.is_softmax else {}),
+    )
+    for found, want in zip(got if isinstance(got, tuple) else (got,), exact, strict=False):
+        torch.testing.assert_close(found.cpu().double(), want, rtol=2e-5, atol=2e-6)
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    tree = ag.AttentionSpec(heads=HEADS, mask=ag.Causal() & ag.Tree("ancestors"), dtype="fp32", kv=ag.Paged(16))
+    dense = ag.AttentionSpec(heads=HEADS, mask=ag.Causal(), dtype="fp32")
+    q = torch.randn(2, 4, 64)
+    for spec, why in ((tree, "have a length each"), (dense, "declare kv=ag.Paged")):
+        with pytest.raises(ag.UnsupportedError, match=why):
+            ag.compile(spec, backend="reference").prefill(q, q[:, :2], q[:, :2], kv_cache=(q, q))
