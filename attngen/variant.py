@@ -76,6 +76,11 @@ class Variant:
         return "bf16" if self.dtype == "fp8_e4m3" else self.dtype
 
     @property
+    def head_dim_main(self) -> int:
+        """Width of the tensors q and k: all columns but those of q_pe and k_pe."""
+        return self.head_dim_qk - self.head_dim_pe
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one key head."""
         return self.num_qo_heads // self.num_kv_heads
@@ -170,6 +175,13 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
     if latent and not absorbed:  # projected keys and values are never in the cache
         kv_layout = "padded" if kv_layout == "padded" else "ragged"
         k_storage = v_storage = Storage(spec.dtype)
+    if absorbed and (spec.rope is not None or spec.qk_norm is not None):
+        raise UnsupportedError(
+            "absorbed decode neither rotates nor norms queries and keys",
+            where="spec.rope" if spec.rope is not None else "spec.qk_norm",
+            why="its queries have been projected into the space of latents, and the cache holds keys that are rotated",
+            fix="leave rope and qk_norm out, and rotate q_pe and kpe before the call",
+        )
     if absorbed and k_storage != v_storage:
         raise SpecError(
             f"keys are {k_storage.dtype} but values {v_storage.dtype}",

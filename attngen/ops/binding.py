@@ -26,6 +26,9 @@ def tensor_values(name: str, tensor: torch.Tensor) -> Values:
 def input_values(inputs: Inputs) -> Values:
     """Values of everything that describes the inputs of a call."""
     values = tensor_values("q", inputs.q) | tensor_values("k", inputs.k) | tensor_values("v", inputs.v)
+    for name, part in (("q_pe", inputs.q_pe), ("k_pe", inputs.k_pe)):
+        if part is not None:
+            values |= tensor_values(name, part)
     values |= batch_values(inputs.batch)
     if inputs.gate is not None:
         values |= tensor_values("gate", inputs.gate)

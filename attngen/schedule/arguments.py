@@ -3,6 +3,7 @@
 ========================  =================================================================================================
 ``q k v out dout dq dk dv``  tensors, unit last stride; ``<t>_stride_b``, ``_t``, ``_h`` are i64 element strides of request
                           (page, for a paged k or v; 0 for ragged), token and head
+``q_pe k_pe``             the last ``head_dim_pe`` columns of q and k, likewise, where they lie apart
 ``lse delta dlse``        fp32, contiguous ``[tokens, num_qo_heads]``; Triton keeps its delta ``[num_qo_heads, tokens]``
 ``partial_out``           fp32 ``[num_splits, tokens, num_qo_heads, head_dim_vo]``; ``partial_lse`` likewise without the last dim
                           (element-wise: 0 marks a part that has been written, -inf one that saw no key)
@@ -50,6 +51,20 @@ from attngen.variant import Variant
 def tensor(name: str, dtype: str) -> tuple[Arg, ...]:
     """A tensor with its three strides."""
     return (Arg(name, f"*{dtype}"), *(Arg(f"{name}_stride_{axis}", "i64") for axis in ("b", "t", "h")))
+
+
+def queries(variant: Variant) -> tuple[Arg, ...]:
+    """Queries in all their parts."""
+    return (*tensor("q", variant.dtype), *(tensor("q_pe", variant.dtype) if variant.head_dim_pe else ()))
+
+
+def keys_and_values(variant: Variant) -> tuple[Arg, ...]:
+    """Keys in all their parts, and values where they are tensors of their own."""
+    return (
+        *tensor("k", variant.k_storage.dtype),
+        *(tensor("k_pe", variant.k_storage.dtype) if variant.head_dim_pe else ()),
+        *(tensor("v", variant.v_storage.dtype) if variant.value_source == "values" else ()),
+    )
 
 
 def sequences(variant: Variant) -> tuple[Arg, ...]:

@@ -6,7 +6,16 @@ al., arXiv 2205.14135). For few queries the keys are divided among programs and 
 
 from __future__ import annotations
 
-from attngen.schedule.arguments import parameters, random_stream, sequences, sink, tensor, tile_lists
+from attngen.schedule.arguments import (
+    keys_and_values,
+    parameters,
+    queries,
+    random_stream,
+    sequences,
+    sink,
+    tensor,
+    tile_lists,
+)
 from attngen.schedule.lists import plan_lists
 from attngen.schedule.plan import Arg, KernelPlan
 from attngen.schedule.planner import has_lists, plan_kernel
@@ -67,9 +76,8 @@ def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, spli
         packed=split,
         split=split,
         args=(
-            *tensor("q", variant.dtype),
-            *tensor("k", variant.k_storage.dtype),
-            *tensor("v", variant.v_storage.dtype),
+            *queries(variant),
+            *keys_and_values(variant),
             *_outputs(variant),
             *partials,
             *sequences(variant),

@@ -65,7 +65,9 @@ class KernelPlan:
         op: the op it serves.
         variant, target, backend: what, for which device, by which toolchain.
         tiles: tile sizes.
-        block_qk, block_vo: head dims as the kernel tiles them (padded where the backend needs powers of two).
+        block_qk, block_vo: head dims as the kernel tiles them (padded where the backend needs powers of two); ``block_qk`` without
+            the columns in tensors of their own.
+        block_pe: the same of those columns; 0 where there are none.
         packed: the query heads of a group share a tile: row = token * group_size + head in group.
         split: keys are divided among programs that write partial results.
         min_split, max_splits: a request of n keys is cut into ``clamp(n // min_split, 1, max_splits)`` parts.
@@ -89,6 +91,7 @@ class KernelPlan:
     tiles: Tiles
     block_qk: int
     block_vo: int
+    block_pe: int
     packed: bool
     split: bool
     min_split: int

@@ -15,6 +15,8 @@ from attngen.variant import Variant
 class Row:
     """``tiles`` for kernels of ``schedule`` whose head dims (the larger of both, padded) are at most ``head_dim``.
 
+    Columns in tensors of their own (``head_dim_pe``) are left out of the head dim.
+
     Attributes:
         schedule: ``prefill``, ``decode``, ``merge``, ``delta``, ``dkdv``, ``dq``.
         head_dim: largest padded head dim the row serves.
@@ -103,9 +105,15 @@ TRITON = (
     Row("decode", 128, Tiles(16, 32, 4, 6), itemsize=2, archs=_CUDA),
     Row("decode", 256, Tiles(16, 32, 4, 4), itemsize=2, archs=_AMPERE),
     Row("decode", 256, Tiles(16, 32, 4, 2), itemsize=2),
+    Row("decode", 512, Tiles(64, 64, 8, 2), itemsize=2, archs=("sm90a",)),
+    Row("decode", 512, Tiles(64, 32, 8, 2), itemsize=2, archs=_AMPERE),
+    Row("decode", 512, Tiles(32, 16, 8, 2), itemsize=2, archs=_CUDA),
+    Row("decode", 512, Tiles(32, 16, 4, 1), itemsize=2),
     Row("decode", 128, Tiles(16, 32, 4, 1)),
     Row("decode", 256, Tiles(16, 16, 8, 1)),
+    Row("decode", 512, Tiles(16, 16, 8, 1)),
     Row("merge", 256, Tiles(1, 16, 2, 1)),
+    Row("merge", 512, Tiles(1, 16, 4, 1)),
     Row("delta", 256, Tiles(32, 16, 4, 1)),
     Row("dkdv", 128, Tiles(32, 64, 4, 2), itemsize=2, archs=_HOPPER, table=True),
     Row("dkdv", 128, Tiles(16, 64, 4, 1), itemsize=2, archs=_CUDA, table=True),
@@ -144,8 +152,8 @@ TRITON = (
 
 INTERPRET = (
     Row("prefill", 256, Tiles(64, 64, 4, 1)),
-    Row("decode", 256, Tiles(16, 64, 4, 1)),
-    Row("merge", 256, Tiles(16, 16, 4, 1)),
+    Row("decode", 512, Tiles(16, 64, 4, 1)),
+    Row("merge", 512, Tiles(16, 16, 4, 1)),
     Row("delta", 256, Tiles(64, 16, 4, 1)),
     Row("dkdv", 256, Tiles(64, 64, 4, 1)),
     Row("dq", 256, Tiles(64, 64, 4, 1)),
@@ -155,8 +163,8 @@ INTERPRET = (
 # the rows it has.
 CPP = (
     Row("prefill", 256, Tiles(128, 64)),
-    Row("decode", 256, Tiles(64, 64)),
-    Row("merge", 256, Tiles(16, 16)),
+    Row("decode", 512, Tiles(64, 64)),
+    Row("merge", 512, Tiles(16, 16)),
     Row("delta", 256, Tiles(16, 16)),
     Row("dkdv", 256, Tiles(64, 128)),
     Row("dq", 256, Tiles(128, 64)),
@@ -171,7 +179,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
         mappable: whether the kernel can use tensor maps.
     """
     table = CPP if backend == "cpp" else INTERPRET if target.kind == "interpret" else TRITON
-    head_dim = max(padded(variant.head_dim_qk, backend), padded(variant.head_dim_vo, backend))
+    head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
     for row in table:
         if (
             row.schedule == schedule
