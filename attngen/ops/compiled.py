@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from attngen.ops.calls import Gradients, Params
 from attngen.ops.checks import torch_dtype
 from attngen.ops.mixed import PrefixPrefill
 from attngen.ops.op import Op
+from attngen.ops.sparse import attend_listed, gathering_spec
 from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.spec import AttentionSpec, Softmax
 from attngen.variant import OPS, OpName, Variant, normalize
@@ -51,6 +53,7 @@ class CompiledSpec:
         self.differentiable = trained.differentiable if isinstance(trained, Variant) else ()
         self._summed = trained.gradient_params if isinstance(trained, Variant) else ()
         self._prefix_prefill: PrefixPrefill | None = None
+        self._gathering: CompiledSpec | None = None
         self._handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
         torch_library.register(self._handle, self)
 
@@ -104,6 +107,7 @@ class CompiledSpec:
         partial: bool,
         return_max: bool,
         prefix: Cache | None = None,
+        key_indices: torch.Tensor | None = None,
     ) -> Result:
         """What :meth:`Ops.prefill` and :meth:`Ops.decode` share; ``prefix`` is a cache beside k and v."""
         if lse_base not in ("e", "log2"):
@@ -111,7 +115,13 @@ class CompiledSpec:
                 f"lse_base is {lse_base!r}", where="lse_base", why="it is a unit", fix="pass 'e' or 'log2'"
             )
         self.check_rows(return_lse=return_lse, return_max=return_max)
-        variant, given = self.variant(name), self.with_defaults(params)
+        given = self.with_defaults(params)
+        if key_indices is not None:
+            found = self._over_listed(
+                name, q, k, v, key_indices, extras, given, out, partial=partial, want_max=return_max
+            )
+            return chosen(found, lse_base, return_lse=return_lse, return_max=return_max)
+        variant = self.variant(name)
         if prefix is not None:
             found = self._over_prefix(q, k, v, prefix, extras, given, out, partial=partial, want_max=return_max)
             return chosen(found, lse_base, return_lse=return_lse, return_max=return_max)
@@ -133,10 +143,8 @@ class CompiledSpec:
             found = self.run_forward(
                 name, query, keys, values, extras, given, out, want_max=return_max, partial=partial
             )
-        if one_token:
-            result, *stats = (x.squeeze(1) if x.dim() > 1 else x for x in found)
-            found = result, stats[0], stats[1]
-        return chosen(found, lse_base, return_lse=return_lse, return_max=return_max)
+        result, lse, largest = (x.squeeze(1) if one_token and x.dim() > 1 else x for x in found)
+        return chosen((result, lse, largest), lse_base, return_lse=return_lse, return_max=return_max)
 
     def _over_prefix(
         self,
@@ -159,6 +167,44 @@ class CompiledSpec:
             self._prefix_prefill = PrefixPrefill(self.spec, self.variant("prefill"), part)
         calls.check_options(self.spec, tracked=_tracked(q, k, v, *params.values()), out=out, partial=partial)
         result, lse, largest = self._prefix_prefill(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
+        return result if out is None else out.copy_(result), lse, largest
+
+    def _over_listed(
+        self,
+        name: OpName,
+        q: Query,
+        cache: Cache,
+        v: Cache | None,
+        key_indices: torch.Tensor,
+        extras: Extras,
+        params: dict[str, torch.Tensor],
+        out: torch.Tensor | None,
+        *,
+        partial: bool,
+        want_max: bool,
+    ) -> Rows:
+        variant = self.variant("decode")
+        if self._gathering is None:
+            spec = gathering_spec(self.spec, variant)
+            self._gathering = type(self)(spec, self._resolve.beside(spec), self._scope)
+        calls.check_options(self.spec, tracked=_tracked(q, cache, v, *params.values()), out=out, partial=partial)
+        one_token = name == "decode" and _dims(q) == 3
+        if one_token:
+            q = q.unsqueeze(1) if isinstance(q, torch.Tensor) else (q[0].unsqueeze(1), q[1].unsqueeze(1))
+            key_indices = key_indices.unsqueeze(1)
+        found = attend_listed(
+            self._gathering,
+            variant if name == "decode" else replace(variant, q_layout="ragged"),
+            self.spec.kv,  # type: ignore[arg-type] # paged, as gathering_spec has checked
+            q,
+            cache,
+            key_indices,
+            extras,
+            params,
+            want_max=want_max,
+            partial=partial,
+        )
+        result, lse, largest = (x.squeeze(1) if one_token and x.dim() > 1 else x for x in found)
         return result if out is None else out.copy_(result), lse, largest
 
     def variant(self, name: OpName) -> Variant:

@@ -51,6 +51,7 @@ class Ops(CompiledSpec):
         seed: torch.Tensor | None = None,
         offset: torch.Tensor | None = None,
         kv_cache: Cache | None = None,
+        key_indices: torch.Tensor | None = None,
     ) -> Result:
         """Attention of many queries a request; like :meth:`attention`, gradients flow where an input requires them.
 
@@ -75,6 +76,9 @@ class Ops(CompiledSpec):
                 default), ``[num_kv_heads]``, or the cache's shape without head_dim.
             kv_cache: a paged cache of the keys before k and v, which are then ragged, ``kv_indptr`` counting new tokens and
                 ``kv_lens``, through ``page_table``, those before.
+            key_indices: int32 ``[nnz_q, top_k]`` (decode: ``[batch, top_k]`` or ``[batch, qo_len, top_k]``): positions of the only
+                keys that a query sees, each once, padded with -1; over a paged cache with a page table. Latents are attended
+                to with absorbed queries.
 
         Returns:
             out in the spec's out dtype, or ``(out, lse)``, ``(out, max)``, ``(out, lse, max)``.
@@ -108,6 +112,7 @@ class Ops(CompiledSpec):
             partial=partial,
             return_max=return_max,
             prefix=kv_cache,
+            key_indices=key_indices,
         )
 
     def decode(
@@ -133,6 +138,7 @@ class Ops(CompiledSpec):
         lse_base: Literal["e", "log2"] = "e",
         partial: bool = False,
         return_max: bool = False,
+        key_indices: torch.Tensor | None = None,
     ) -> Result:
         """Attention of one query token a request, ``q [batch, num_qo_heads, head_dim_qk]``, or a few, ``[batch, qo_len, ...]``.
 
@@ -154,7 +160,18 @@ class Ops(CompiledSpec):
             v_scale=v_scale,  # type: ignore[arg-type]
         )
         return self.forward(
-            "decode", q, k, v, extras, params, out, return_lse, lse_base, partial=partial, return_max=return_max
+            "decode",
+            q,
+            k,
+            v,
+            extras,
+            params,
+            out,
+            return_lse,
+            lse_base,
+            partial=partial,
+            return_max=return_max,
+            key_indices=key_indices,
         )
 
     def attention(

@@ -1,0 +1,121 @@
+"""Queries that see only the keys of a list: against attention to those keys alone, computed in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attngen as ag
+from attngen.dtypes import dequantize, quantize
+from tests.acceptance.probes import Place
+
+QO, KV, PAGE, TOP_K = (3, 1, 2), (21, 0, 9), 4, 12
+MLA = ag.MLA(num_qo_heads=5, head_dim_ckv=64, head_dim_kpe=32)
+GQA = ag.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def i32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def lists(generator: torch.Generator) -> torch.Tensor:
+    """int32 ``[batch, qo_len, top_k]``: -1 anywhere between positions, some of which lie beyond the keys."""
+    rows = torch.full((len(KV), max(QO), TOP_K), -1, dtype=torch.int32)
+    for b, n in enumerate(KV):
+        for row in range(max(QO)):
+            chosen = torch.randperm(n + 3, generator=generator)[: TOP_K - 2].int()
+            rows[b, row, torch.randperm(TOP_K, generator=generator)[: len(chosen)]] = chosen
+    return rows
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> Any:
+    """out and lse of one token: ``q [heads, dim]``, ``k, v [keys, heads, dim]``."""
+    if not len(seen):
+        return torch.zeros(q.shape[0], v.shape[-1]).double(), torch.full((q.shape[0],), float("-inf")).double()
+    logits = torch.einsum("hd,khd->hk", q.double(), k[seen].double()) * scale
+    return torch.einsum("hk,khd->hd", logits.softmax(-1), v[seen].double()), logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("heads", "kv"),
+    [
+        (MLA, ag.Paged(page_size=PAGE)),
+        (MLA, ag.Paged(page_size=PAGE, dtype="fp8_e4m3")),
+        (MLA, ag.Paged(page_size=PAGE, dtype="int8", scale="token")),
+        (GQA, ag.Paged(page_size=PAGE)),
+        (GQA, ag.Paged(page_size=PAGE, layout="HND", dtype="int8", scale="token")),
+        (GQA, ag.Paged(page_size=PAGE, dtype="int4")),
+    ],
+    ids=["latents", "latents-e4m3", "latents-int8-tokens", "heads", "heads-first-int8-tokens", "heads-int4"],
+)
+def test_only_listed_keys_are_seen(place: Place, heads: Any, kv: ag.Paged, ragged: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    latent = isinstance(heads, ag.MLA)
+    width = 96 if latent else 64
+    spec = ag.AttentionSpec(heads=heads, mask=ag.Causal(), dtype="fp32", kv=kv)
+    storage = kv.storages("fp32")[0]
+    table = i32([[7, 2, 5, 0, 1, 9], [-1] * 6, [3, 8, 4, -1, -1, -1]])
+    num_kv = 1 if latent else 2
+    pools = [torch.randn(10, PAGE, num_kv, width, generator=generator) for _ in range(1 if latent else 2)]
+    scales = {}
+    parts, numbers = [], []
+    for name, pool in zip("kv", pools, strict=False):
+        factor = torch.tensor(0.01) if storage.scale == "tensor" else None
+        data, blocks, tokens = quantize(pool, storage, factor)
+        found = tokens if storage.scale == "token" else factor
+        numbers.append(dequantize(data, storage, blocks, found).flatten(0, 1))
+        if found is not None and storage.scale == "token":
+            scales[f"{name}_scale"] = found.squeeze(-1) if latent else found.transpose(1, 2).contiguous()
+        elif found is not None:
+            scales[f"{name}_scale"] = found
+        moved = [x.squeeze(-2) if latent else x for x in (data, blocks) if x is not None]
+        if kv.layout == "HND":
+            moved = [x.transpose(1, 2).contiguous() for x in moved]
+        parts.append(moved[0] if len(moved) == 1 else tuple(moved))
+    cache = parts[0] if latent else tuple(parts)
+    q = torch.randn(len(KV), max(QO), heads.num_qo_heads, width, generator=generator)
+    index = lists(generator)
+    rows = [(b, row) for b, n in enumerate(QO) for row in range(n)]
+    flat = tuple(torch.stack([x[b, row] for b, row in rows]) for x in (q, index))
+    lengths = {"qo_indptr": i32([0, 3, 4, 6])} if ragged else {"qo_lens": i32(QO)}
+    options = {"page_table": table, "kv_lens": i32(KV), **lengths, **scales}
+    device = place.device
+
+    def on_device(x: Any) -> Any:
+        return tuple(on_device(t) for t in x) if isinstance(x, tuple) else x.to(device)
+
+    method = getattr(place.compile(spec), "prefill" if ragged else "decode")
+    given = flat if ragged else (q, index)
+    out, lse = method(
+        given[0].to(device),
+        on_device(cache),
+        key_indices=given[1].to(device),
+        return_lse=True,
+        **{name: x.to(device) for name, x in options.items()},
+    )
+    scale = (heads.head_dim_nope + heads.head_dim_kpe if latent else 64) ** -0.5
+    for number, (b, row) in enumerate(rows):
+        last = KV[b] - QO[b] + row
+        seen = [int(j) for j in index[b, row] if 0 <= j < KV[b] and j <= last]
+        slots = torch.tensor([int(table[b, j // PAGE]) * PAGE + j % PAGE for j in seen], dtype=torch.long)
+        group = heads.num_qo_heads // num_kv
+        k = numbers[0].repeat_interleave(group, 1)
+        v = k[..., :64] if latent else numbers[1].repeat_interleave(group, 1)
+        want = expected(q[b, row], k, v, slots, scale)
+        got = (out[number], lse[number]) if ragged else (out[b, row], lse[b, row])
+        torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(got[1].cpu().double(), want[1], rtol=2e-5, atol=2e-6)
+
+
+def test_lists_need_pages_and_keys_without_positions() -> None:
+    q, cache, index = torch.randn(2, 4, 64), torch.randn(3, 2, 4, 2, 64), torch.zeros(2, 3, dtype=torch.int32)
+    for spec, why in (
+        (ag.AttentionSpec(heads=GQA, dtype="fp32"), "need a paged cache"),
+        (ag.AttentionSpec(heads=GQA, dtype="fp32", kv=ag.Paged(4), score_mods=(ag.ALiBi(),)), "reads positions"),
+        (ag.AttentionSpec(heads=GQA, dtype="fp32", kv=ag.Paged(4), rope=ag.Rope()), "not rotated on load"),
+    ):
+        with pytest.raises(ag.UnsupportedError, match=why):
+            ag.compile(spec, backend="reference").decode(q, cache, key_indices=index)
