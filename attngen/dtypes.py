@@ -140,7 +140,7 @@ def quantize(
         factor = scale.to(x)
         x = _divided(x, factor[..., None] if storage.scale in ("head", "token") else factor)
     if not storage.block:
-        rounded = x if row.name.startswith("fp") else x.round()
+        rounded = x.round() if row.name == "int8" else x
         if row.largest:
             rounded = rounded.clamp(-row.largest, row.largest)
         return rounded.to(getattr(torch, row.torch_name)), None, tokens
