@@ -26,10 +26,7 @@ def tensor_values(name: str, tensor: torch.Tensor) -> Values:
 def input_values(inputs: Inputs) -> Values:
     """Values of everything that describes the inputs of a call."""
     values = tensor_values("q", inputs.q) | tensor_values("k", inputs.k) | tensor_values("v", inputs.v)
-    for name, part in (("q_pe", inputs.q_pe), ("k_pe", inputs.k_pe)):
-        if part is not None:
-            values |= tensor_values(name, part)
-    values |= batch_values(inputs.batch)
+    values |= storage_values(inputs) | batch_values(inputs.batch)
     if inputs.gate is not None:
         values |= tensor_values("gate", inputs.gate)
     if inputs.seed is not None and inputs.offset is not None:
@@ -37,6 +34,20 @@ def input_values(inputs: Inputs) -> Values:
     for name, tensor in inputs.params.items():
         values[f"param_{name}"] = tensor
         values |= {f"param_{name}_dim{axis}": size for axis, size in enumerate(tensor.shape)}
+    return values
+
+
+def storage_values(inputs: Inputs) -> Values:
+    """Values of parts that lie apart, block scales, and factors; absent ones stay out."""
+    values: Values = {}
+    for name in ("q_pe", "k_pe", "k_blocks", "v_blocks", "k_pe_blocks"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            values |= tensor_values(name, tensor)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            values |= {name: tensor} if tensor.dim() == 1 else tensor_values(name, tensor.unsqueeze(-1))
     return values
 
 

@@ -2,8 +2,12 @@
 
 ========================  =================================================================================================
 ``q k v out dout dq dk dv``  tensors, unit last stride; ``<t>_stride_b``, ``_t``, ``_h`` are i64 element strides of request
-                          (page, for a paged k or v; 0 for ragged), token and head
-``q_pe k_pe``             the last ``head_dim_pe`` columns of q and k, likewise, where they lie apart
+                          (page, for a paged k or v; 0 for ragged), token and head; those of packed elements count bytes
+``q_pe k_pe``             likewise: the last ``head_dim_pe`` columns of q and k where they lie apart; q and k hold those before
+``k_blocks v_blocks``     block scales, in the dtype of the storage's row, with strides likewise; ``k_pe_blocks`` of ``k_pe``
+``q_scale``               fp32 ``[1]``, the factor of fp8 queries
+``k_scale v_scale``       fp32 ``[1]``, of heads ``[num_kv_heads]``, or of tokens, with ``_stride_b``, ``_t``, ``_h``; where values
+                          are columns of the keys, both are the same tensor
 ``lse delta dlse``        fp32, contiguous ``[tokens, num_qo_heads]``; Triton keeps its delta ``[num_qo_heads, tokens]``
 ``partial_out``           fp32 ``[num_splits, tokens, num_qo_heads, head_dim_vo]``; ``partial_lse`` likewise without the last dim
                           (element-wise: 0 marks a part that has been written, -inf one that saw no key)
@@ -43,6 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from attngen.dtypes import DTYPES, Storage
 from attngen.ir.params import Param
 from attngen.schedule.plan import Arg
 from attngen.variant import Variant
@@ -53,17 +58,34 @@ def tensor(name: str, dtype: str) -> tuple[Arg, ...]:
     return (Arg(name, f"*{dtype}"), *(Arg(f"{name}_stride_{axis}", "i64") for axis in ("b", "t", "h")))
 
 
+def stored(name: str, storage: Storage) -> tuple[Arg, ...]:
+    """A tensor of a cache and its block scales, each with three strides."""
+    blocks = tensor(f"{name}_blocks", storage.row.block_scale) if storage.block else ()
+    return (*tensor(name, storage.dtype), *blocks)
+
+
+def factor(name: str, storage: Storage) -> tuple[Arg, ...]:
+    """The factors of a cache's tensor: one, of heads, or of tokens with three strides."""
+    if storage.scale == "token":
+        return tensor(name, "fp32")
+    return (Arg(name, "*fp32"),) if storage.scale else ()
+
+
 def queries(variant: Variant) -> tuple[Arg, ...]:
-    """Queries in all their parts."""
-    return (*tensor("q", variant.dtype), *(tensor("q_pe", variant.dtype) if variant.head_dim_pe else ()))
+    """q, its last columns where they lie apart, and its factor."""
+    pe = tensor("q_pe", variant.dtype) if variant.head_dim_pe else ()
+    return (*tensor("q", variant.dtype), *pe, *((Arg("q_scale", "*fp32"),) if DTYPES[variant.dtype].largest else ()))
 
 
 def keys_and_values(variant: Variant) -> tuple[Arg, ...]:
-    """Keys in all their parts, and values where they are tensors of their own."""
+    """Keys in all their parts, values where they are tensors of their own, and the factors of both."""
+    k, v = variant.k_storage, variant.v_storage
     return (
-        *tensor("k", variant.k_storage.dtype),
-        *(tensor("k_pe", variant.k_storage.dtype) if variant.head_dim_pe else ()),
-        *(tensor("v", variant.v_storage.dtype) if variant.value_source == "values" else ()),
+        *stored("k", k),
+        *(stored("k_pe", k) if variant.head_dim_pe else ()),
+        *(stored("v", v) if variant.value_source == "values" else ()),
+        *factor("k_scale", k),
+        *factor("v_scale", v),
     )
 
 
