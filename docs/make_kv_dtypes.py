@@ -190,7 +190,9 @@ def measure_decoder(model: Decoder, data: Tensor) -> tuple[float, list[Measured]
 
     def bits(attend: Callable[[Layer], Tensor]) -> float:
         model.attend = attend
-        return float(functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten()) / torch.log(torch.tensor(2.0)))
+        return float(
+            functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten()) / torch.log(torch.tensor(2.0))
+        )
 
     exact = bits(lambda layer: layers.append(layer) or causal(layer))  # type: ignore[func-returns-value]
     found = []
@@ -234,8 +236,18 @@ def name_of(fields: dict[str, Any]) -> str:
 
 def page(exact: float, decoder: list[Measured], encoder: list[Measured], seconds: float) -> str:
     """The document."""
-    lines = [
-        inspect.cleandoc(_INTRODUCTION),
+    method = inspect.cleandoc(_METHOD.format(exact=exact, seconds=seconds))
+    lines = [inspect.cleandoc(_INTRODUCTION), "", "## Accuracy", "", method, "", _HEAD, "|---|---|---|---|---|"]
+    for fields, own, other in zip(STORAGES, decoder, encoder, strict=True):
+        size = sum(storage.bytes_per_token(HEAD_DIM) for storage in ag.Contiguous(**fields).storages("bf16"))
+        first = "-" if other.error != other.error else f"{100 * other.error:.2f} %"
+        cells = (name_of(fields), f"{size:g}", first, f"{100 * own.error:.2f} %", f"{own.loss - exact:+.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = "| storage of K and V | bytes a token and head, d 64 | encoder: error | decoder: error | decoder: bits a byte |"
+_INTRODUCTION),
         "",
         "## Accuracy",
         "",
@@ -272,11 +284,11 @@ those of keys into the logits and those of values into weights or results, once.
 `attngen.dtypes.quantize` and `dequantize` define every bit; `ops.append` writes what they say.
 """
 _METHOD = """
-Error: relative difference (Frobenius norm) of attention's output from that over fp32 keys and values, root mean square over the layers,
-queries and everything else in fp32. Encoder: all-MiniLM-L6-v2 (12 heads of 32, 6 layers) on the demo's sentences. Decoder: 3 layers, 4
-query and 2 key heads of 64, RoPE (keys are stored rotated), trained {seconds:.0f} s on the bytes of Python's standard library; {exact:.3f}
-bits a byte on modules it has not seen, and what each storage adds to that.
-Factors of tensors and heads are calibrated on the same activations.
+Error: relative difference (Frobenius norm) of attention's output from that over fp32 keys and values, root mean square over the
+layers; queries and everything else are fp32. Encoder: all-MiniLM-L6-v2 (12 heads of 32, 6 layers) on the demo's sentences. Decoder:
+3 layers, 4 query and 2 key heads of 64, RoPE (keys are stored rotated), trained {seconds:.0f} s on the bytes of Python's standard
+library; {exact:.3f} bits a byte on modules it has not seen, and what each storage adds to that. Factors of tensors and heads are
+calibrated on the same activations.
 """
 
 if __name__ == "__main__":
