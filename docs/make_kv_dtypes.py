@@ -229,9 +229,7 @@ def measure_encoder() -> list[Measured]:
 
 def name_of(fields: dict[str, Any]) -> str:
     """The declaration's fields as words."""
-    return ", ".join(
-        str(value) if "dtype" in key and key == "dtype" else f"{key}={value}" for key, value in fields.items()
-    )
+    return ", ".join(str(value) if key == "dtype" else f"{key}={value}" for key, value in fields.items())
 
 
 def page(exact: float, decoder: list[Measured], encoder: list[Measured], seconds: float) -> str:
@@ -247,23 +245,6 @@ def page(exact: float, decoder: list[Measured], encoder: list[Measured], seconds
 
 
 _HEAD = "| storage of K and V | bytes a token and head, d 64 | encoder: error | decoder: error | decoder: bits a byte |"
-_INTRODUCTION),
-        "",
-        "## Accuracy",
-        "",
-        inspect.cleandoc(_METHOD.format(exact=exact, seconds=seconds)),
-        "",
-    ]
-    lines += [
-        "| storage of K and V | bytes a token and head, d 64 | encoder: error | decoder: error | decoder: bits a byte |",
-        "|---|---|---|---|---|",
-    ]
-    for fields, own, other in zip(STORAGES, decoder, encoder, strict=True):
-        size = sum(storage.bytes_per_token(HEAD_DIM) for storage in ag.Contiguous(**fields).storages("bf16"))
-        first = "-" if other.error != other.error else f"{100 * other.error:.2f} %"
-        lines.append(f"| {name_of(fields)} | {size:g} | {first} | {100 * own.error:.2f} % | {own.loss - exact:+.4f} |")
-    return "\n".join(lines) + "\n"
-
 
 _INTRODUCTION = """
 # Storage of keys and values
