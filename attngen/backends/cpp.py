@@ -24,8 +24,8 @@ from attngen.settings import Settings
 from attngen.target import CPU_ARCHS, Target, native_cpu_arch
 from attngen.variant import OpName, Variant
 
-DTYPES = ("fp32", "bf16", "fp16")
 HEAD_DIMS = range(16, 257, 8)
+LATENT_DIMS = range(16, 513, 8)
 COMPILERS = ("g++", "c++", "clang++")
 
 # No -ffast-math: it breaks the rounding that exponentials rely on, and flushes subnormals to zero in the whole process. The
@@ -63,26 +63,15 @@ class CppBackend:
                 why="it makes CPU kernels",
                 fix="leave backend out, or use target='cpu'",
             )
-        for field, dim in (("head_dim_qk", variant.head_dim_qk), ("head_dim_vo", variant.head_dim_vo)):
-            if dim not in HEAD_DIMS:
+        # Columns that lie apart leave the rest as wide as latents are.
+        dims = LATENT_DIMS if variant.head_dim_pe else HEAD_DIMS
+        for field, dim in (("head_dim_qk", variant.head_dim_main), ("head_dim_vo", variant.head_dim_vo)):
+            if dim not in dims:
                 raise UnsupportedError(
                     f"backend cpp does not serve {field} {dim}",
                     where="spec.heads",
-                    why=f"head dims are multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
+                    why=f"head dims are multiples of {dims.step} from {dims[0]} to {dims[-1]}",
                     fix="pad the head dim with zeros, or use backend='reference'",
-                )
-        for field, dtype in (
-            ("dtype", variant.dtype),
-            ("kv.k_dtype", variant.k_storage.dtype),
-            ("kv.v_dtype", variant.v_storage.dtype),
-            ("out_dtype", variant.out_dtype),
-        ):
-            if dtype not in DTYPES:
-                raise UnsupportedError(
-                    f"backend cpp does not store {dtype}",
-                    where=f"spec.{field}",
-                    why=f"its element types are {', '.join(DTYPES)}",
-                    fix="use one of them, or backend='reference'",
                 )
 
     def flags(self, plan: KernelPlan) -> tuple[str, ...]:
