@@ -173,8 +173,8 @@ def dequantize(
 ) -> torch.Tensor:
     """The numbers that a cache holds, fp32 ``[..., heads, head_dim]``; what kernels multiply by, bit for bit.
 
-    ``data * block scale`` is exact in fp32; kernels round it to the dtype of q. Factors of a tensor, head or token multiply logits
-    and results in kernels, never elements.
+    ``data * block scale`` is exact in fp32; kernels for GPUs round it to the dtype of q, those for CPUs keep it. Factors of a
+    tensor, head or token multiply logits and results in kernels, never elements, unless keys are normed.
 
     Args:
         data: ``[..., heads, head_dim]``, or packed ``[..., heads, head_dim / 2]``.
