@@ -20,7 +20,9 @@ from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
 from attngen.dtypes import DTYPES
 from attngen.errors import BuildError, UnsupportedError
+from attngen.ops.checks import alignment_of
 from attngen.schedule.plan import Arg, KernelPlan
+from attngen.schedule.reading import has_fp8, pointer_dtype
 from attngen.settings import Settings
 from attngen.target import Target
 from attngen.variant import OpName, Variant
@@ -49,12 +51,27 @@ class TritonBackend:
                 why="it makes kernels for GPUs, and for its interpreter",
                 fix="leave backend out, or use a target like 'cuda:sm90a', 'hip:gfx942' or 'interpret'",
             )
-        if target.kind == "interpret" and "bf16" in (variant.dtype, variant.k_storage.dtype, variant.v_storage.dtype):
+        if target.kind == "interpret" and variant.dtype == "bf16":
             raise UnsupportedError(
                 "Triton's interpreter cannot run bf16",
                 where="spec.dtype",
                 why="its matrix product of bf16 is wrong",
                 fix="use dtype fp32 or fp16 with target='interpret'",
+            )
+        if variant.dtype == "fp8_e4m3" and target.kind == "cuda" and not has_fp8(target):
+            raise UnsupportedError(
+                f"{target.arch} does not multiply fp8 queries",
+                where="spec.dtype",
+                why="its tensor cores have no fp8",
+                fix="use dtype bf16 or fp16, which read the same fp8 cache; or a target from sm89 on",
+            )
+        paired = variant.rope is not None and not variant.rope.interleaved
+        if paired and variant.k_storage.packed > 1:
+            raise UnsupportedError(
+                f"triton does not rotate keys as they come out of storage {variant.k_storage.dtype}",
+                where="spec.rope",
+                why="the elements of a pair lie in bytes half a head apart",
+                fix="rotate keys before they are stored and leave rope out; or store keys as fp8_e4m3 or int8 (k_dtype)",
             )
 
     def flags(self, plan: KernelPlan) -> tuple[str, ...]:
@@ -64,7 +81,7 @@ class TritonBackend:
             options.append(_PTXAS_OPTIONS)
             if plan.tiles.max_registers:
                 options.append(f"maxnreg={plan.tiles.max_registers}")
-        divisors = argument_divisors(plan.args)
+        divisors = argument_divisors(plan)
         for arg in plan.args:
             options.append(
                 f"arg:{arg.name}={_triton_type(plan, arg)}" + (f":{divisors[arg.name]}" if arg.name in divisors else "")
@@ -111,22 +128,44 @@ class TritonBackend:
         )
 
 
-def argument_divisors(args: tuple[Arg, ...]) -> dict[str, int]:
-    """What callers promise of tensors with strides: divisors of addresses (in bytes) and of strides (in elements)."""
+def argument_divisors(plan: KernelPlan) -> dict[str, int]:
+    """What callers promise of tensors with strides: divisors of addresses (in bytes) and of strides (in elements).
+
+    That is what :mod:`attngen.ops.storage` checks: rows of a cache start at multiples of the largest power of two that divides
+    their bytes, block scales and scales of tokens anywhere.
+    """
     divisors = {}
-    for pointer, stride in pairwise(args):
+    for pointer, stride in pairwise(plan.args):
         if pointer.is_pointer and stride.name == f"{pointer.name}_stride_b":
-            divisors[pointer.name] = ALIGNMENT
+            itemsize = DTYPES[pointer.element].itemsize
+            alignment = _alignment(plan.variant, pointer)
+            divisors[pointer.name] = alignment
             for axis in "bth":
-                divisors[f"{pointer.name}_stride_{axis}"] = ALIGNMENT // DTYPES[pointer.element].itemsize
-    return divisors
+                divisors[f"{pointer.name}_stride_{axis}"] = max(alignment // itemsize, 1)
+    return {name: divisor for name, divisor in divisors.items() if divisor > 1}
+
+
+def _alignment(variant: Variant, pointer: Arg) -> int:
+    """Bytes of which addresses of a tensor's rows are multiples."""
+    itemsize = DTYPES[pointer.element].itemsize
+    if pointer.name in ("k_scale", "v_scale"):
+        return itemsize
+    storage = variant.v_storage if pointer.name.startswith("v") else variant.k_storage
+    width = variant.head_dim_vo if pointer.name.startswith("v") else variant.head_dim_main
+    if pointer.name.endswith("_blocks"):
+        return itemsize
+    if pointer.name in ("k", "v", "q"):
+        return alignment_of(width * itemsize // (1 if pointer.name == "q" else storage.packed))
+    if pointer.name == "k_pe":
+        return alignment_of(variant.head_dim_pe * itemsize // storage.packed)
+    return ALIGNMENT
 
 
 def _triton_type(plan: KernelPlan, arg: Arg) -> str:
     if arg.is_map:
         width = {"k_tiles": plan.block_qk, "v_tiles": plan.block_vo}[arg.name]
         return f"tensordesc<{DTYPES[arg.element].triton_name}[1,1,{plan.tiles.kv},{width}]>"
-    return f"*{DTYPES[arg.element].triton_name}" if arg.is_pointer else arg.type
+    return f"*{pointer_dtype(arg.element, plan.target)}" if arg.is_pointer else arg.type
 
 
 def _ptxas(target: Target, triton: Path) -> Ptxas | None:

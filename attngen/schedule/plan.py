@@ -7,6 +7,7 @@ from typing import Literal
 
 from attngen.ir.expr import Expr, H
 from attngen.ir.intervals import Span, TileClass
+from attngen.schedule.reading import Reading, Side, reading
 from attngen.schedule.rotation import Turns, turns
 from attngen.target import Target
 from attngen.variant import OpName, Variant
@@ -104,6 +105,10 @@ class KernelPlan:
     list_heads: int = 1
     list_head: Expr = H
     gradients: Literal["", "added", "exact"] = ""
+
+    def reading(self, side: Side) -> Reading:
+        """How the kernel reads queries, keys or values."""
+        return reading(self.variant, side, self.target)
 
     @property
     def turns(self) -> Turns | None:

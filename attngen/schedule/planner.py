@@ -79,7 +79,8 @@ def plan_kernel(
 def _fits_maps(variant: Variant) -> bool:
     """Whether keys and values can come by tensor maps, and a pair needs so little that two blocks fit a multiprocessor."""
     gathers = any(coords(load) >= {"q", "k"} and load.indices[-1] != K for load in variant.score_loads)
-    costly = variant.dropout or variant.mask_reads_each_pair or gathers or len(variant.score_loads) > 8
+    stored = any(storage.dtype != variant.dtype for storage in (variant.k_storage, variant.v_storage))
+    costly = stored or variant.dropout or variant.mask_reads_each_pair or gathers or len(variant.score_loads) > 8
     return variant.kv_layout != "paged" and not variant.is_transformed and not costly
 
 

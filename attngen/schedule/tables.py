@@ -184,7 +184,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
         if (
             row.schedule == schedule
             and head_dim <= row.head_dim
-            and row.itemsize in (0, DTYPES[variant.dtype].itemsize)
+            and row.itemsize in (0, DTYPES[variant.compute_dtype].itemsize)
             and (not row.archs or target.arch in row.archs)
             and variant.group_size >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
