@@ -48,7 +48,7 @@ class Request:
 
     Attributes:
         spec, op, target, backend: as for :func:`attngen.compile`.
-        kernel: only the kernel of this schedule (``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``); empty for all.
+        kernel: only this kernel (``forward``, ``forward_short``, ``merge``, ``delta``, ``dkdv``, ``dq``); empty for all.
     """
 
     spec: AttentionSpec
@@ -85,8 +85,8 @@ def explain(request: Request, stage: Stage) -> list[Section]:
     if stage == "source":
         return [source_section(kernel) for kernel in _chosen(request, plan.kernels)]
     ops = compile_spec(request.spec, target=request.target, ops=(request.op,), backend=request.backend)
-    wanted = {kernel.schedule for kernel in _chosen(request, plan.kernels)}
-    return [asm_section(built) for built in ops.op(request.op).kernels if built.plan.schedule in wanted]
+    wanted = {kernel.role for kernel in _chosen(request, plan.kernels)}
+    return [asm_section(built) for built in ops.op(request.op).kernels if built.plan.role in wanted]
 
 
 def variant_text(variant: Variant, spec: AttentionSpec) -> str:
@@ -138,7 +138,7 @@ def kernel_text(kernel: KernelPlan) -> str:
     tiles, variant = kernel.tiles, kernel.variant
     resources = f", {tiles.num_warps} warps, {tiles.num_stages} stages" if tiles.num_warps else ""
     rows = f"rows (token, head in group of {variant.group_size})" if kernel.packed else "queries"
-    lines = [f"{kernel.schedule}: {kernel.entry}\n", _line("grid", grid_rule(kernel))]
+    lines = [f"{kernel.role}: {kernel.entry}\n", _line("grid", grid_rule(kernel))]
     if kernel.schedule in ("merge", "delta"):
         lines.append(_line("tile", f"{tiles.q} rows of (token, head){resources}"))
     else:
@@ -273,12 +273,12 @@ def _range(first: Expr | None, last: Expr | None) -> str:
 
 
 def _chosen(request: Request, kernels: tuple[KernelPlan, ...]) -> tuple[KernelPlan, ...]:
-    chosen = tuple(kernel for kernel in kernels if request.kernel in ("", kernel.schedule))
+    chosen = tuple(kernel for kernel in kernels if request.kernel in ("", kernel.role))
     if not chosen:
         raise UnsupportedError(
             f"{request.op} has no kernel {request.kernel!r}",
             where="--kernel",
-            why=f"its kernels are {', '.join(kernel.schedule for kernel in kernels)}",
+            why=f"its kernels are {', '.join(kernel.role for kernel in kernels)}",
             fix="use one of them, or leave --kernel out",
         )
     return chosen

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from attngen.backends import reference
-from attngen.backends.base import Backend, Inputs, Launch
+from attngen.backends.base import Backend, Batch, Inputs, Launch
 from attngen.ops.binding import Value, Values, input_values, map_values, ordered, tensor_values
 from attngen.ops.checks import torch_dtype
 from attngen.ops.param_sums import ParamSums
@@ -59,7 +59,7 @@ class Op:
                 loaded = self._loaded.get(device)
                 if loaded is None and self._backend is not None:
                     loaded = {
-                        kernel.plan.schedule: (
+                        kernel.plan.role: (
                             kernel.plan,
                             self._backend.load(kernel.binary, kernel.metadata, kernel.plan, device),
                         )
@@ -92,25 +92,39 @@ class Op:
                 if target is not None:
                     target.copy_(found)
             return
-        device, batch = inputs.q.device, inputs.batch
-        kernels = self.load(device)
-        plan, launch = kernels["forward"]
         values = input_values(inputs) | tensor_values("out", out)
         values |= {"has_max_logit": int(max_logit is not None), "has_sink": int(not partial)}
         values |= {name: x for name, x in (("lse", lse), ("max_logit", max_logit)) if x is not None}
+        for role in self._forward_roles(inputs.batch):
+            self._launch_forward(role, inputs, values)
+
+    def _forward_roles(self, batch: Batch) -> tuple[str, ...]:
+        """Kernels that a call needs: those for short and long requests, unless sizes on the host tell that there are none."""
+        plan = self.plan.kernel("forward")
+        if plan.serves == "all":
+            return ("forward",)
+        longest = batch.num_tokens if self.variant.q_layout == "ragged" else batch.qo_len
+        if longest <= plan.short_queries:
+            return ("forward_short",)
+        if self.variant.q_layout == "padded" and batch.qo_lens is None:
+            return ("forward",)
+        return ("forward", "forward_short")
+
+    def _launch_forward(self, role: str, inputs: Inputs, values: Values) -> None:
+        device, batch, variant = inputs.q.device, inputs.batch, self.variant
+        plan, launch = self.load(device)[role]
         tiles = query_tiles(plan, inputs)
-        values["num_tiles"] = tiles
-        programs = tiles * (self.variant.num_kv_heads if plan.packed else self.variant.num_qo_heads)
+        values = values | {"num_tiles": tiles} | self.tile_lists("key_lists", plan, inputs)
+        programs = tiles * (variant.num_kv_heads if plan.packed else variant.num_qo_heads)
         if plan.tiles.maps:
             values |= map_values(inputs)
-        values |= self.tile_lists("key_lists", plan, inputs)
         num_splits = provided_splits(plan, inputs) if plan.split else 1
         if plan.split:
             values["num_splits"] = num_splits
             if num_splits > 1:
-                shape = (num_splits, batch.num_tokens, self.variant.num_qo_heads)
-                rows = {"partial_out": (*shape, self.variant.head_dim_vo), "partial_lse": shape}
-                if max_logit is not None:
+                shape = (num_splits, batch.num_tokens, variant.num_qo_heads)
+                rows = {"partial_out": (*shape, variant.head_dim_vo), "partial_lse": shape}
+                if values["has_max_logit"]:
                     rows["partial_max"] = shape
                 for name, size in rows.items():
                     values[name] = torch.empty(size, dtype=torch.float32, device=device)

@@ -6,6 +6,8 @@ al., arXiv 2205.14135). For few queries the keys are divided among programs and 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attngen.schedule.arguments import (
     keys_and_values,
     parameters,
@@ -24,9 +26,14 @@ from attngen.variant import OpName, Variant
 
 
 def plan_prefill(variant: Variant, target: Target, backend: str) -> tuple[KernelPlan, ...]:
-    """A query tile of one head walks the keys it can see; where data decide which, lists of tiles are made first."""
-    forward = _forward(variant, "prefill", target, backend, split=False)
-    return (*plan_lists(forward, "key_lists"), forward)
+    """A query tile of one head walks the keys it can see; where data decide which, lists of tiles are made first.
+
+    Requests of few queries are left to a second kernel, whose tiles hold all heads of a group.
+    """
+    packs = variant.group_size > 1 and not variant.dropout
+    forward = _forward(variant, "prefill", target, backend, serves="long" if packs else "all")
+    short = (_forward(variant, "prefill", target, backend, packed=True, serves="short"),) if packs else ()
+    return (*plan_lists(forward, "key_lists"), forward, *short)
 
 
 def plan_decode(variant: Variant, target: Target, backend: str) -> tuple[KernelPlan, ...]:
@@ -48,7 +55,7 @@ def plan_decode(variant: Variant, target: Target, backend: str) -> tuple[KernelP
             *parameters(variant, only=() if variant.sink_param is None else (variant.sink_param,)),
         ),
     )
-    return (_forward(variant, "decode", target, backend, split=True), merge)
+    return (_forward(variant, "decode", target, backend, packed=True, split=True), merge)
 
 
 def _outputs(variant: Variant) -> tuple[Arg, ...]:
@@ -62,7 +69,16 @@ def _outputs(variant: Variant) -> tuple[Arg, ...]:
     )
 
 
-def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, split: bool) -> KernelPlan:
+def _forward(
+    variant: Variant,
+    op: OpName,
+    target: Target,
+    backend: str,
+    *,
+    packed: bool = False,
+    split: bool = False,
+    serves: Literal["all", "short", "long"] = "all",
+) -> KernelPlan:
     partials: tuple[Arg, ...] = ()
     if split:
         partials = (Arg("partial_out", "*fp32"), Arg("partial_lse", "*fp32"), Arg("num_splits", "i32"))
@@ -73,8 +89,9 @@ def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, spli
         "forward",
         target,
         backend,
-        packed=split,
+        packed=packed,
         split=split,
+        serves=serves,
         args=(
             *queries(variant),
             *keys_and_values(variant),
@@ -83,7 +100,7 @@ def _forward(variant: Variant, op: OpName, target: Target, backend: str, *, spli
             *sequences(variant),
             Arg("num_tokens", "i32"),
             Arg("num_tiles", "i32"),
-            *tile_lists(lists=has_lists(variant) and not split),
+            *tile_lists(lists=has_lists(variant) and not packed),
             *random_stream(variant),
             *parameters(variant),
         ),

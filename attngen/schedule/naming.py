@@ -11,7 +11,7 @@ from attngen.variant import Variant
 def entry_name(variant: Variant, op: str, schedule: str) -> str:
     """``prefill_causal_window4095_gqa2_bf16_d256``; kernels of an op beyond its main one add their schedule's name."""
     parts = [
-        op if schedule == "forward" else f"{op}_{schedule}",
+        op if schedule == "forward" else schedule if schedule.startswith(op) else f"{op}_{schedule}",
         *mask_labels(variant.mask),
         *score_labels(variant.score),
     ]

@@ -79,6 +79,8 @@ class KernelPlan:
         lists: which tiles to visit is read from lists that another kernel has made, because only the mask's data tell.
         list_heads: lists a tile: 1 if the mask is the same for all heads, else one a query head.
         list_head: the head whose list serves head ``h``; the lists of other heads need not be made.
+        serves: requests by their number of queries: ``all``; ``short``, those of at most ``short_queries``; ``long``, the others.
+        short_queries: see ``serves``.
         gradients: how parameter gradients are summed: ``added`` by fp32 additions in any order, ``exact`` as integers; empty: they
             are not.
     """
@@ -105,6 +107,13 @@ class KernelPlan:
     list_heads: int = 1
     list_head: Expr = H
     gradients: Literal["", "added", "exact"] = ""
+    serves: Literal["all", "short", "long"] = "all"
+    short_queries: int = 0
+
+    @property
+    def role(self) -> str:
+        """The schedule, and which requests it serves: unique in an op."""
+        return f"{self.schedule}_short" if self.serves == "short" else self.schedule
 
     def reading(self, side: Side) -> Reading:
         """How the kernel reads queries, keys or values."""
@@ -128,8 +137,8 @@ class OpPlan:
     kernels: tuple[KernelPlan, ...]
 
     def kernel(self, schedule: str) -> KernelPlan:
-        """The kernel that runs ``schedule``."""
-        return next(k for k in self.kernels if k.schedule == schedule)
+        """The kernel that runs ``schedule``, for requests of any length or long ones."""
+        return next(k for k in self.kernels if k.role == schedule)
 
     @property
     def deterministic(self) -> bool:

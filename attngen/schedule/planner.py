@@ -16,6 +16,8 @@ from attngen.variant import OpName, Variant
 
 MIN_SPLIT = 512
 MAX_SPLITS = 64
+# Up to so many queries a request, heads of a group share tiles in prefill too: a tile of one head would be mostly empty.
+SHORT_QUERIES = 16
 
 _UNIFORM = frozenset({"b", "qo_len", "kv_len"})
 
@@ -32,6 +34,7 @@ def plan_kernel(
     split: bool = False,
     tiles: Tiles | None = None,
     gradients: Literal["", "added", "exact"] = "",
+    serves: Literal["all", "short", "long"] = "all",
 ) -> KernelPlan:
     """A kernel's plan.
 
@@ -40,19 +43,22 @@ def plan_kernel(
         split: keys are divided among programs.
         tiles: tile sizes; the table's choice when omitted.
         gradients: how it sums parameter gradients.
+        serves: requests of which lengths.
     """
-    lists = has_lists(variant) and not split and schedule not in ("merge", "delta")
+    lists = has_lists(variant) and not packed and schedule not in ("merge", "delta")
     per_head = not packed and (schedule != "dkdv" or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)
-    if split and has_lists(variant):
+    if packed and has_lists(variant):
         # What is left without the data is in the span, and a test would cost more than it saves.
         tile = TileClass(TRUE, FALSE)
     if tiles is None:
-        mappable = schedule == "forward" and not split and (keys.has_full or lists) and _fits_maps(variant)
-        tiles = choose_tiles(backend, op if schedule == "forward" else schedule, variant, target, mappable=mappable)
+        mappable = schedule == "forward" and not packed and (keys.has_full or lists) and _fits_maps(variant)
+        table = schedule if schedule != "forward" else "decode" if packed else op
+        rows = variant.group_size * (SHORT_QUERIES if serves == "short" else 1)
+        tiles = choose_tiles(backend, table, variant, target, mappable=mappable, rows=rows)
     return KernelPlan(
         schedule=schedule,
-        entry=entry_name(variant, op, schedule),
+        entry=entry_name(variant, op, f"{op}_short" if serves == "short" else schedule),
         op=op,
         variant=variant,
         target=target,
@@ -73,6 +79,8 @@ def plan_kernel(
         list_heads=variant.num_qo_heads if "h" in coords(variant.mask) else 1,
         list_head=_list_head(variant.mask),
         gradients=gradients,
+        serves=serves,
+        short_queries=SHORT_QUERIES if serves != "all" else 0,
     )
 
 

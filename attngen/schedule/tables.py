@@ -23,7 +23,7 @@ class Row:
         tiles: the choice.
         itemsize: bytes an element it was chosen for; 0 fits all.
         archs: architectures it was chosen for; empty fits all.
-        group_size: smallest number of query heads a key head.
+        group_size: smallest number of query heads a key head, times queries of a request where these share tiles.
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
         plain: only where a pair costs a product and an exponential (``True``), only where it costs more, by a score mod or
             dropout (``False``), or both (``None``).
@@ -171,12 +171,15 @@ CPP = (
 )
 
 
-def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False) -> Tiles:
+def choose_tiles(
+    backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False, rows: int = 0
+) -> Tiles:
     """The first fitting row of the backend's table.
 
     Args:
         schedule: as in :class:`Row`.
         mappable: whether the kernel can use tensor maps.
+        rows: packed rows of a request, for rows of the table that ask for a ``group_size``; that of the variant by default.
     """
     table = CPP if backend == "cpp" else INTERPRET if target.kind == "interpret" else TRITON
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
@@ -186,7 +189,7 @@ def choose_tiles(backend: str, schedule: str, variant: Variant, target: Target, 
             and head_dim <= row.head_dim
             and row.itemsize in (0, DTYPES[variant.compute_dtype].itemsize)
             and (not row.archs or target.arch in row.archs)
-            and variant.group_size >= row.group_size
+            and (rows or variant.group_size) >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
             and row.mask_data <= variant.mask_reads_data

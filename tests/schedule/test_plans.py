@@ -10,17 +10,18 @@ from attngen.ir.scalar import evaluate_scalar
 from attngen.ops.op import tiles_of
 from attngen.target import Target
 
+SHORT = ("", "_short")  # heads that share keys have a kernel for short requests
 CPU, H200 = Target.parse("cpu:x86-64-v3"), Target.parse("cuda:sm90a")
 
 
 @pytest.mark.parametrize(
     ("name", "op", "entries"),
     [
-        ("mistral-7b", "prefill", ["prefill_causal_window4095_gqa4_bf16_d128"]),
+        ("mistral-7b", "prefill", [f"prefill{short}_causal_window4095_gqa4_bf16_d128" for short in SHORT]),
         ("qwen3-8b", "decode", ["decode_causal_gqa4_page16_bf16_d128", "decode_merge_causal_gqa4_page16_bf16_d128"]),
-        ("llama3-70b", "prefill", ["prefill_causal_gqa8_ragged_bf16_d128"]),
-        ("gemma2-9b-global", "prefill", ["prefill_causal_softcap50_gqa2_bf16_d256"]),
-        ("falcon-7b", "prefill", ["prefill_causal_mqa71_bf16_d64"]),
+        ("llama3-70b", "prefill", [f"prefill{short}_causal_gqa8_ragged_bf16_d128" for short in SHORT]),
+        ("gemma2-9b-global", "prefill", [f"prefill{short}_causal_softcap50_gqa2_bf16_d256" for short in SHORT]),
+        ("falcon-7b", "prefill", [f"prefill{short}_causal_mqa71_bf16_d64" for short in SHORT]),
         ("minilm", "backward", [f"backward_{part}_full_fp32_d32" for part in ("delta", "dkdv", "dq")]),
     ],
 )
@@ -41,7 +42,7 @@ def test_entry_names_say_what_a_kernel_does(name: str, op: str, entries: list[st
     ],
 )
 def test_tensor_maps_serve_adjacent_keys_on_hopper(name: str, target: str, maps: bool) -> None:
-    (plan,) = plan_op(ag.load_spec(name), "prefill", Target.parse(target), "triton").kernels
+    plan = plan_op(ag.load_spec(name), "prefill", Target.parse(target), "triton").kernel("forward")
     assert [arg.name for arg in plan.args if arg.is_map] == (["k_tiles", "v_tiles"] if maps else [])
     assert plan.tiles.maps == maps
 
@@ -80,3 +81,16 @@ def test_every_division_of_ragged_rows_fits_the_grid() -> None:
     for lens in ([130, 0, 0], [64, 65, 1], [1, 1, 128], [43, 43, 44]):
         needed = sum(-(-n // 64) for n in lens)
         assert needed <= tiles_of(64, batch=3, padded_len=0, rows=sum(lens), layout="ragged")
+
+
+def test_short_requests_of_grouped_heads_have_a_kernel_of_their_own() -> None:
+    heads = {"heads": ag.GQA(8, 2, 64), "mask": ag.Causal()}
+    kernels = plan_op(ag.AttentionSpec(**heads, kv=ag.Ragged()), "prefill", H200, "triton").kernels
+    assert [(kernel.role, kernel.serves, kernel.packed, kernel.split) for kernel in kernels] == [
+        ("forward", "long", False, False),
+        ("forward_short", "short", True, False),
+    ]
+    assert {kernel.short_queries for kernel in kernels} == {16}
+    for fields in ({**heads, "heads": ag.MHA(8, 64)}, {**heads, "dropout": 0.1}):
+        (only,) = plan_op(ag.AttentionSpec(**fields), "prefill", H200, "triton").kernels
+        assert (only.serves, only.packed) == ("all", False)
