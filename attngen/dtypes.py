@@ -149,7 +149,7 @@ def quantize(
     if row.name == "int4" and storage.zero_point:
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
         blocks = ((high - low) / 15.0).clamp(max=65504.0).half()
-        zero = _divided(-low, blocks.float()).round().clamp(0.0, 15.0)
+        zero = _divided(low.abs(), blocks.float()).round().clamp(0.0, 15.0)
         codes = (_divided(groups, blocks.float()[..., None]).round() + zero[..., None]).clamp(0.0, 15.0).to(torch.uint8)
         blocks = torch.stack([blocks, zero.half()], -1)
     elif row.name == "int4":

@@ -48,7 +48,7 @@ class Request:
 
     Attributes:
         spec, op, target, backend: as for :func:`attngen.compile`.
-        kernel: only this kernel (``forward``, ``forward_short``, ``merge``, ``delta``, ``dkdv``, ``dq``); empty for all.
+        kernel: only this kernel (``forward``, ``forward_short``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``append``); empty for all.
     """
 
     spec: AttentionSpec
@@ -139,7 +139,7 @@ def kernel_text(kernel: KernelPlan) -> str:
     resources = f", {tiles.num_warps} warps, {tiles.num_stages} stages" if tiles.num_warps else ""
     rows = f"rows (token, head in group of {variant.group_size})" if kernel.packed else "queries"
     lines = [f"{kernel.role}: {kernel.entry}\n", _line("grid", grid_rule(kernel))]
-    if kernel.schedule in ("merge", "delta"):
+    if kernel.schedule in ("merge", "delta", "append"):
         lines.append(_line("tile", f"{tiles.q} rows of (token, head){resources}"))
     else:
         lines += [
@@ -168,6 +168,8 @@ def kernel_text(kernel: KernelPlan) -> str:
 def grid_rule(kernel: KernelPlan) -> str:
     """How many programs run, in the names of the kernel's arguments."""
     variant, tiles = kernel.variant, kernel.tiles
+    if kernel.schedule == "append":
+        return f"ceil(num_tokens * {variant.num_kv_heads} / {tiles.q})"
     if kernel.schedule in ("merge", "delta"):
         return f"ceil(num_tokens * {variant.num_qo_heads} / {tiles.q})"
     by_key = kernel.schedule == "dkdv"

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from attngen.dtypes import Storage
 from attngen.errors import SpecError, UnsupportedError
-from attngen.ir.expr import SCORE, Expr, K, Load, Q, coords
+from attngen.ir.expr import SCORE, TRUE, Expr, K, Load, Q, coords
 from attngen.ir.loads import position_step
 from attngen.ir.params import Param
 from attngen.ir.simplify import simplify
 from attngen.spec import MLA, AttentionSpec, Heads, QKNorm, Rope, Softmax
 
-OpName = Literal["prefill", "decode", "backward"]
-OPS: tuple[OpName, ...] = ("prefill", "decode", "backward")
+OpName = Literal["prefill", "decode", "backward", "append"]
+OPS: tuple[OpName, ...] = ("prefill", "decode", "backward", "append")
 Layout = Literal["padded", "ragged", "paged"]
 _BLOCK = 16  # queries or keys, from which on masks are told to be of blocks
 
@@ -40,7 +40,8 @@ class Variant:
         sink: f32 expression over ``h`` of one more logit in the sum of a softmax: a constant or a load; ``None`` without one.
         gate: name of the tensor that gates out; ``None`` without one.
         dropout: probability that a weight becomes 0.
-        rope: rotation of queries and keys, its ``dim`` known; ``None`` without one.
+        rope: rotation of queries and keys, its ``dim`` known; ``None`` without one. ``keys`` says "append" where the keys of the op
+            are in a cache that holds them rotated.
         qk_norm: norm of queries and keys; ``None`` without one.
         head_dim_pe: the last columns of q and k that lie in tensors of their own, ``q_pe`` and ``k_pe``; 0 where there are none.
         value_source: ``keys`` where values are the first ``head_dim_vo`` columns of the keys.
@@ -168,19 +169,20 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         SpecError: two mods declare one parameter differently.
     """
     latent = isinstance(spec.heads, MLA)
-    absorbed = latent and op == "decode"
-    place = _absorbed(spec.heads) if isinstance(spec.heads, MLA) and op == "decode" else _plain(spec.heads)
+    absorbed = latent and op in ("decode", "append")
+    place = _absorbed(spec.heads) if isinstance(spec.heads, MLA) and absorbed else _plain(spec.heads)
     kv_layout: Layout = "padded" if spec.kv.kind == "contiguous" else spec.kv.kind
     k_storage, v_storage = spec.kv.storages(spec.dtype)
     if latent and not absorbed:  # projected keys and values are never in the cache
         kv_layout = "padded" if kv_layout == "padded" else "ragged"
         k_storage = v_storage = Storage(spec.dtype)
-    if absorbed and (spec.rope is not None or spec.qk_norm is not None):
+    if absorbed and op == "decode" and (spec.rope is not None or spec.qk_norm is not None):
         raise UnsupportedError(
             "absorbed decode neither rotates nor norms queries and keys",
             where="spec.rope" if spec.rope is not None else "spec.qk_norm",
             why="its queries have been projected into the space of latents, and the cache holds keys that are rotated",
-            fix="leave rope and qk_norm out, and rotate q_pe and kpe before the call",
+            fix="leave rope and qk_norm out, and rotate q_pe and kpe before the call (append of a spec with "
+            "ag.Rope(keys='append') rotates kpe)",
         )
     if absorbed and k_storage != v_storage:
         raise SpecError(
@@ -189,6 +191,9 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
             why="the values of MLA are columns of its keys",
             fix="declare one dtype",
         )
+    rope = _rotation(spec, op, kv_layout)
+    if op == "append":
+        return _append(spec, place, kv_layout, k_storage, v_storage, rope)
     if op == "backward":
         _check_trainable(spec, kv_layout, k_storage, v_storage)
     if spec.dropout and op == "decode":
@@ -202,7 +207,6 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
     for mod in spec.score_mods:
         score = mod.expr(score, spec.heads.num_qo_heads)
     softmax = spec.normalizer if isinstance(spec.normalizer, Softmax) else None
-    rope = None if spec.rope is None else spec.rope.model_copy(update={"dim": spec.rope.dim or spec.heads.head_dim_qk})
     return Variant(
         num_qo_heads=spec.heads.num_qo_heads,
         **place,
@@ -224,6 +228,53 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         rope=rope,
         qk_norm=spec.qk_norm,
     )
+
+
+def _append(
+    spec: AttentionSpec,
+    place: dict[str, Any],
+    kv_layout: Layout,
+    k_storage: Storage,
+    v_storage: Storage,
+    rope: Rope | None,
+) -> Variant:
+    """New tokens, ragged, on their way into the cache; mask, score and normalizer have no part in it."""
+    dtype = "bf16" if spec.dtype == "fp8_e4m3" else spec.dtype
+    return Variant(
+        num_qo_heads=place["num_kv_heads"],
+        **place,
+        q_layout="ragged",
+        kv_layout=kv_layout,
+        page_size=spec.kv.page_size if kv_layout == "paged" else 0,  # type: ignore[union-attr]
+        dtype=dtype,
+        out_dtype=dtype,
+        k_storage=k_storage,
+        v_storage=v_storage,
+        mask=TRUE,
+        score=SCORE,
+        params=() if rope is None else rope.params(),
+        normalizer="elementwise",
+        sm_scale=1.0,
+        rope=rope,
+    )
+
+
+def _rotation(spec: AttentionSpec, op: OpName, kv_layout: Layout) -> Rope | None:
+    """The rotation in the kernels of ``op``: of queries and keys as loaded, of queries alone, or of keys on their way into the cache."""
+    rope = spec.rope
+    if rope is None or (op == "append" and rope.keys == "load"):
+        return None
+    if isinstance(spec.heads, MLA) and op != "append":
+        raise UnsupportedError(
+            f"{op} of MLA does not rotate",
+            where="spec.rope",
+            why="its last head_dim_kpe columns turn, and kernels turn the first ones",
+            fix="leave rope out, and rotate q_pe and k_pe before the call",
+        )
+    width = spec.heads.head_dim_kpe if isinstance(spec.heads, MLA) else spec.heads.head_dim_qk
+    cached = op in ("decode", "append") or kv_layout == "paged"
+    keys = "append" if cached and rope.keys == "append" else "load"
+    return rope.model_copy(update={"dim": rope.dim or width, "keys": keys})
 
 
 def _plain(heads: Heads) -> dict[str, int]:

@@ -79,6 +79,47 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class NewTokens:
+    """The checked tensors of one call that writes into a cache. Index tensors are contiguous, on the device of the cache.
+
+    Attributes:
+        new_k, new_v, new_k_pe: ``[tokens, num_kv_heads, dim]``; ``new_v`` is ``None`` where values are columns of the keys.
+        k, v, k_pe, k_blocks, v_blocks, k_pe_blocks, k_scale, v_scale: the cache, as in :class:`Inputs`.
+        num_slots: tokens that the cache has room for.
+        slot_mapping: int64 ``[tokens]``, slots counted over all pages or requests, negative where a token is not written; or
+            ``None``, and tokens go where ``batch_indices`` and ``positions`` say.
+        positions, batch_indices: int32 ``[tokens]``.
+        batch: requests; 0 where slots tell everything.
+        kv_len: padded length of a request, or the tokens that a page table can hold.
+        page_table, page_table_stride, page_indptr, kv_indptr: as in :class:`Batch`.
+        params: the rotation's table by name.
+    """
+
+    new_k: torch.Tensor
+    new_v: torch.Tensor | None
+    new_k_pe: torch.Tensor | None
+    k: torch.Tensor
+    v: torch.Tensor | None
+    k_pe: torch.Tensor | None
+    k_blocks: torch.Tensor | None
+    v_blocks: torch.Tensor | None
+    k_pe_blocks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    num_slots: int
+    slot_mapping: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    batch_indices: torch.Tensor | None = None
+    batch: int = 0
+    kv_len: int = 0
+    page_table: torch.Tensor | None = None
+    page_table_stride: int = 0
+    page_indptr: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    params: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Inputs:
     """The checked tensors of one call.
 

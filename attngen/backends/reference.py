@@ -5,16 +5,17 @@ Gradients come from torch's autograd of this forward pass, so they do not share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
 from attngen.backends import philox
-from attngen.backends.base import Batch, Inputs
-from attngen.dtypes import Storage, dequantize
+from attngen.backends.base import Batch, Inputs, NewTokens
+from attngen.dtypes import Storage, dequantize, quantize
 from attngen.ir.evaluate import evaluate
+from attngen.spec import Rope
 from attngen.variant import Variant
 
 
@@ -99,6 +100,92 @@ def _differentiated(
     grads = torch.autograd.grad(total, targets, allow_unused=True) if total.requires_grad else [None] * len(targets)
     filled = [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
     return filled[0], filled[1], filled[2], dict(zip(variant.differentiable, filled[3:], strict=True))
+
+
+def append(variant: Variant, tokens: NewTokens) -> None:
+    """Write new tokens into a cache: :func:`attngen.dtypes.quantize` and an assignment to their slots."""
+    slot = append_slots(variant, tokens)
+    kept = (slot >= 0) & (slot < tokens.num_slots)
+    at = _indices(variant, tokens, slot[kept])
+    k, v, pe = (None if x is None else x[kept].float() for x in (tokens.new_k, tokens.new_v, tokens.new_k_pe))
+    assert k is not None
+    if variant.rope is not None:
+        assert tokens.positions is not None
+        turning = k if pe is None else pe
+        turned = _rotated(variant.rope, tokens.params, turning.double(), tokens.positions[kept].long()).float()
+        k, pe = (turned, None) if pe is None else (k, turned)
+    whole = k if pe is None else torch.cat([k, pe], -1)
+    _write(variant.k_storage, whole, at, (tokens.k, tokens.k_pe), (tokens.k_blocks, tokens.k_pe_blocks), tokens.k_scale)
+    if v is not None and tokens.v is not None:
+        _write(variant.v_storage, v, at, (tokens.v,), (tokens.v_blocks,), tokens.v_scale)
+
+
+def append_slots(variant: Variant, tokens: NewTokens) -> torch.Tensor:
+    """The slot of each new token, int64; negative where it has none."""
+    if tokens.slot_mapping is not None:
+        return tokens.slot_mapping
+    assert tokens.positions is not None
+    assert tokens.batch_indices is not None
+    position, request = tokens.positions.long(), tokens.batch_indices.long()
+    found = (position >= 0) & (request >= 0) & (request < tokens.batch)
+    request = torch.where(found, request, 0)
+    if not tokens.batch:
+        return torch.full_like(position, -1)
+    if variant.kv_layout == "padded":
+        slot = torch.where(position < tokens.kv_len, request * tokens.kv_len + position, -1)
+    elif variant.kv_layout == "ragged":
+        assert tokens.kv_indptr is not None
+        slot = tokens.kv_indptr[request] + position
+        slot = torch.where(slot < tokens.kv_indptr[request + 1], slot, -1)
+    else:
+        assert tokens.page_table is not None
+        index = position // variant.page_size
+        if tokens.page_indptr is None:
+            inside, table = index < tokens.page_table.shape[1], tokens.page_table
+            rows = request, torch.where(found & inside, index, 0)
+        else:
+            start, stop = tokens.page_indptr[request], tokens.page_indptr[request + 1]
+            inside, table = start + index < stop, tokens.page_table
+            rows = (torch.where(found & inside, start + index, 0),)
+        if not table.numel():
+            return torch.full_like(position, -1)
+        slot = torch.where(inside, table[rows].long() * variant.page_size + position % variant.page_size, -1)
+    return torch.where(found, slot, -1)
+
+
+def _indices(variant: Variant, tokens: NewTokens, slot: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What indexes the leading dims of the cache's tensors."""
+    if variant.kv_layout == "ragged":
+        return (slot,)
+    outer = tokens.kv_len if variant.kv_layout == "padded" else variant.page_size
+    return slot // outer, slot % outer
+
+
+def _write(
+    storage: Storage,
+    x: torch.Tensor,
+    at: tuple[torch.Tensor, ...],
+    parts: tuple[torch.Tensor | None, ...],
+    part_blocks: tuple[torch.Tensor | None, ...],
+    scale: torch.Tensor | None,
+) -> None:
+    """Rows ``x``, quantized, to the tensors that hold their columns, one after another."""
+    given = scale.squeeze(0) if scale is not None and storage.scale == "tensor" else scale
+    data, blocks, tokens = quantize(x, storage, None if storage.scale == "token" else given)
+    if tokens is not None and scale is not None:
+        scale[at] = tokens
+    if blocks is not None and storage.zero_point:
+        blocks = blocks.flatten(-2)
+    for stored, targets in ((data, parts), (blocks, part_blocks)):
+        first = 0
+        for target in targets:
+            if stored is not None and target is not None:
+                _as_bytes(target)[at] = _as_bytes(stored)[..., first : first + target.shape[-1]]
+                first += target.shape[-1]
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def operands(variant: Variant, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -201,7 +288,9 @@ class _Call:
         q_pos = self.request.q_offset + torch.arange(q.shape[0], device=device)
         kv_pos = self.request.kv_offset + torch.arange(k.shape[0], device=device)
         q_weight, k_weight = variant.norm_weights
-        q, k = self.transformed(q, q_pos, q_weight), self.transformed(k, kv_pos, k_weight)
+        rope = variant.rope
+        q = self.transformed(q, q_pos, q_weight, rope)
+        k = self.transformed(k, kv_pos, k_weight, None if rope is None or rope.keys == "append" else rope)
         k, v = (t.repeat_interleave(variant.group_size, dim=1) for t in (k, v))
         heads = torch.arange(variant.num_qo_heads, device=device)[:, None, None]
         visible, logits = self.logits(torch.einsum("qhd,khd->hqk", q, k) * variant.sm_scale, heads, q_pos, kv_pos)
@@ -266,38 +355,43 @@ class _Call:
         )
         return stays.to(self.dtype)
 
-    def transformed(self, x: torch.Tensor, position: torch.Tensor, weight: str | None) -> torch.Tensor:
+    def transformed(
+        self, x: torch.Tensor, position: torch.Tensor, weight: str | None, rope: Rope | None
+    ) -> torch.Tensor:
         """Queries or keys as they are multiplied: normed, then rotated."""
-        norm, rope = self.variant.qk_norm, self.variant.rope
+        norm = self.variant.qk_norm
         if norm is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
             x = x if weight is None else x * self.params[weight]
-        if rope is None or rope.dim is None:
-            return x
-        cosine, sine = self.rotation(position)
-        turning, rest = x[..., : rope.dim], x[..., rope.dim :]
-        if rope.interleaved:
-            first, second = turning[..., 0::2], turning[..., 1::2]
-        else:
-            first, second = turning.chunk(2, -1)
-        turned = (first * cosine - second * sine, second * cosine + first * sine)
-        paired = torch.stack(turned, -1).flatten(-2) if rope.interleaved else torch.cat(turned, -1)
-        return torch.cat([paired, rest], -1)
+        return x if rope is None else _rotated(rope, self.params, x, position)
 
-    def rotation(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of every position and pair, ``[tokens, 1, dim / 2]``. Angles are never of fewer than 32 bits."""
-        rope = self.variant.rope
-        assert rope is not None
-        assert rope.dim is not None
-        if rope.table is not None:
-            table = self.params[rope.table]
-            inside = ((position >= 0) & (position < table.shape[0]))[:, None]
-            rows = (
-                table[position.clamp(0, max(table.shape[0] - 1, 0))] if table.shape[0] else table.new_zeros(1, rope.dim)
-            )
-            cosine, sine = torch.where(inside, rows, 0.0).chunk(2, -1)
-        else:
-            pair = torch.arange(rope.dim // 2, device=position.device, dtype=torch.float64)
-            angle = position[:, None] * rope.theta ** (-2.0 * pair / rope.dim)
-            cosine, sine = angle.cos(), angle.sin()
-        return cosine[:, None].to(self.dtype), sine[:, None].to(self.dtype)
+
+def _rotated(rope: Rope, params: Mapping[str, torch.Tensor], x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rows ``[tokens, heads, dim]`` turned by their positions."""
+    assert rope.dim is not None
+    cosine, sine = _rotation(rope, params, position, x.dtype)
+    turning, rest = x[..., : rope.dim], x[..., rope.dim :]
+    if rope.interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, -1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    paired = torch.stack(turned, -1).flatten(-2) if rope.interleaved else torch.cat(turned, -1)
+    return torch.cat([paired, rest], -1)
+
+
+def _rotation(
+    rope: Rope, params: Mapping[str, torch.Tensor], position: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of every position and pair, ``[tokens, 1, dim / 2]``. Angles are never of fewer than 32 bits."""
+    assert rope.dim is not None
+    if rope.table is not None:
+        table = params[rope.table]
+        inside = ((position >= 0) & (position < table.shape[0]))[:, None]
+        rows = table[position.clamp(0, max(table.shape[0] - 1, 0))] if table.shape[0] else table.new_zeros(1, rope.dim)
+        cosine, sine = torch.where(inside, rows, 0.0).chunk(2, -1)
+    else:
+        pair = torch.arange(rope.dim // 2, device=position.device, dtype=torch.float64)
+        angle = position[:, None] * rope.theta ** (-2.0 * pair / rope.dim)
+        cosine, sine = angle.cos(), angle.sin()
+    return cosine[:, None].to(dtype), sine[:, None].to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -135,13 +136,15 @@ def argument_divisors(plan: KernelPlan) -> dict[str, int]:
     their bytes, block scales and scales of tokens anywhere.
     """
     divisors = {}
+    names = {arg.name for arg in plan.args}
     for pointer, stride in pairwise(plan.args):
-        if pointer.is_pointer and stride.name == f"{pointer.name}_stride_b":
+        if pointer.is_pointer and stride.name.startswith(f"{pointer.name}_stride_"):
             itemsize = DTYPES[pointer.element].itemsize
             alignment = _alignment(plan.variant, pointer)
             divisors[pointer.name] = alignment
-            for axis in "bth":
-                divisors[f"{pointer.name}_stride_{axis}"] = max(alignment // itemsize, 1)
+            for name in (f"{pointer.name}_stride_{axis}" for axis in "bth"):
+                if name in names:
+                    divisors[name] = max(alignment // itemsize, 1)
     return {name: divisor for name, divisor in divisors.items() if divisor > 1}
 
 
@@ -152,12 +155,12 @@ def _alignment(variant: Variant, pointer: Arg) -> int:
         return itemsize
     storage = variant.v_storage if pointer.name.startswith("v") else variant.k_storage
     width = variant.head_dim_vo if pointer.name.startswith("v") else variant.head_dim_main
+    if variant.head_dim_pe and pointer.name in ("k", "k_pe"):
+        width = math.gcd(width, variant.head_dim_pe)  # both may be cut out of one row
     if pointer.name.endswith("_blocks"):
         return itemsize
-    if pointer.name in ("k", "v", "q"):
+    if pointer.name in ("k", "k_pe", "v", "q"):
         return alignment_of(width * itemsize // (1 if pointer.name == "q" else storage.packed))
-    if pointer.name == "k_pe":
-        return alignment_of(variant.head_dim_pe * itemsize // storage.packed)
     return ALIGNMENT
 
 

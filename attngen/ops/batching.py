@@ -48,7 +48,7 @@ def collect_inputs(
         k,
         v,
         batch,
-        _check_params(variant, batch, params, q.device),
+        check_params(variant, batch, params, q.device),
         gate,
         seed,
         offset,
@@ -196,9 +196,10 @@ def _same_batch(name: str, got: int, batch: int) -> None:
         )
 
 
-def _check_params(
+def check_params(
     variant: Variant, batch: Batch, given: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
+    """The run-time parameters of a variant, contiguous; their sizes must agree with the batch and with each other."""
     names = [param.name for param in variant.params]
     declared = [*names, variant.gate] if variant.gate else names
     for name in given:

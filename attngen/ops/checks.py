@@ -107,7 +107,12 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Strides as kernels need them, an element of memory for each of the tensor, and no history that writing would falsify."""
+    """Strides as kernels need them, and :func:`check_owned`."""
+    return check_strides(name, check_owned(name, tensor))
+
+
+def check_owned(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """An element of memory for each of the tensor, and no history that writing would falsify."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ArgumentError(
             f"{name} has stride 0",
@@ -122,7 +127,7 @@ def check_writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
             why="kernels write into it unseen by autograd",
             fix=f"pass {name}.detach(), or use ops.attention for gradients",
         )
-    return check_strides(name, tensor)
+    return tensor
 
 
 def check_index(name: str, tensor: object, length: int, device: torch.device) -> torch.Tensor:

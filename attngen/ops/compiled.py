@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
-from attngen.ops import calls, torch_library
+from attngen.ops import append, calls, torch_library
 from attngen.ops.calls import Gradients, Params
 from attngen.ops.checks import torch_dtype
 from attngen.ops.mixed import PrefixPrefill
@@ -249,6 +249,10 @@ class CompiledSpec:
         op = self._resolve("backward", q.device, deterministic=deterministic and bool(self._summed))
         q, k, v, extras = unpack(op.variant, self.spec.kv, q, k, v, extras)
         return calls.backward(op, dout, q, k, v, out, lse, dlse, extras, params)
+
+    def run_append(self, new: append.Rows, slots: append.Slots, places: append.Places, params: Params) -> None:
+        """What :meth:`append` and the registered torch op share; see :func:`append.run`."""
+        append.run(self.op("append", new.k.device), new, slots, places, params)
 
     def with_defaults(self, params: Params | None) -> dict[str, torch.Tensor]:
         if params is not None and not isinstance(params, Mapping):

@@ -6,14 +6,14 @@ from typing import Literal
 
 import torch
 
-from attngen.ops import torch_library
+from attngen.ops import append, torch_library
 from attngen.ops.calls import Gradients, Params
 from attngen.ops.compiled import CompiledSpec, Result, chosen
 from attngen.ops.storage import Cache, Extras, Query, unpack
 
 
 class Ops(CompiledSpec):
-    """Prefill, decode, backward and autograd attention of one spec.
+    """Prefill, decode, backward, autograd attention and writing of the cache, of one spec.
 
     Serves every device of its target; kernels are compiled, or loaded from the cache, when an op is first needed. Shapes are
     those of the spec's storage: Contiguous ``q [batch, qo_len, num_qo_heads, head_dim_qk]`` and ``k, v [batch, kv_len,
@@ -254,3 +254,49 @@ class Ops(CompiledSpec):
             grads = dict(zip(given, rest, strict=True))
             return dq, dk, dv, {name: grads[name] for name in self.differentiable if name in grads}
         return self.run_backward(dout, q, k, v, out, lse, dlse, extras, given, deterministic=deterministic)
+
+    def append(
+        self,
+        k: Query,
+        v: torch.Tensor | None,
+        kv_cache: Cache,
+        *,
+        slot_mapping: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        batch_indices: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
+        params: Params | None = None,
+    ) -> None:
+        """Write new keys and values into a cache, in place, stored as the spec's ``kv`` says: what decode then reads.
+
+        Numbers are rounded as :func:`attngen.dtypes.quantize` defines, bit for bit. Keys are written as projected, unless the spec
+        has ``Rope(keys="append")``, which turns them here; ``qk_norm`` norms them when they are read.
+
+        Args:
+            k, v: new tokens of all requests, one after another: ``[tokens, num_kv_heads, head_dim]`` in the spec's dtype (bf16
+                where that is fp8), any strides. MLA: ``k`` is ``(ckv, kpe)`` or both joined, ``[tokens, dim]``, and v ``None``.
+            kv_cache: as for :meth:`decode`; of Contiguous and Ragged keys and values the pair ``(k, v)``.
+            slot_mapping: int64 or int32 ``[tokens]``: ``page * page_size + offset``, ``request * kv_len + position`` (Contiguous) or
+                the row (Ragged). A token with a negative slot is not written. Every other slot is given once.
+            positions, batch_indices: instead, int32 ``[tokens]``: place in its request, and request, of each token; a negative
+                position is not written. Slots come from ``page_table [batch, max_pages]`` or ``kv_indptr, kv_indices`` (Paged),
+                ``kv_indptr`` (Ragged), or the shape of the cache. Keys that turn need ``positions`` beside ``slot_mapping`` too.
+            k_scale, v_scale: factors of a tensor (1 by default) and of heads, which are read; scales of tokens, in the cache's
+                shape without head_dim, which are written. So are block scales, which are part of the cache.
+            params: the rotation's table.
+
+        On a GPU nothing is read on the host, and a slot outside of the cache is skipped; on the CPU, and with
+        ``ATTNGEN_VALIDATE=1``, it raises :class:`ArgumentError`.
+        """
+        variant = self.variant("append")
+        new = append.unpack_new(variant, k, v)
+        slots = append.unpack_slots(variant, self.spec.kv, new, kv_cache, k_scale, v_scale)
+        places = append.Places(slot_mapping, positions, batch_indices, page_table, kv_indptr, kv_indices)
+        if torch.compiler.is_compiling():
+            torch_library.append(self._handle, variant, new, slots, places, dict(params or {}))
+        else:
+            self.run_append(new, slots, places, dict(params or {}))

@@ -71,6 +71,17 @@ def unpack(
         ArgumentError: a tensor does not fit the storage that the spec declares.
     """
     q, pe = _queries(variant, q)
+    return q, *unpack_cache(variant, kv_spec, q, k, v, replace(given, q_pe=pe))
+
+
+def unpack_cache(
+    variant: Variant, kv_spec: Any, q: torch.Tensor, k: Cache, v: Cache | None, given: Extras
+) -> tuple[torch.Tensor, torch.Tensor, Extras]:
+    """k and v as kernels read or write them, and everything else in ``given``.
+
+    Args:
+        q: rows of queries or of new tokens, on the cache's device.
+    """
     form = _Form(variant, kv_spec, q)
     if variant.value_source == "keys":
         found = form.latents(k, v, given)
@@ -81,7 +92,7 @@ def unpack(
     keys, values = found.pop("k"), found.pop("v")
     assert keys is not None
     assert values is not None
-    return q, keys, values, replace(given, q_pe=pe, **found)
+    return keys, values, replace(given, **found)
 
 
 def _queries(variant: Variant, q: Query) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -97,7 +108,7 @@ def _queries(variant: Variant, q: Query) -> tuple[torch.Tensor, torch.Tensor | N
     if isinstance(q, torch.Tensor):
         check_tensor("q", q, dtype=variant.dtype, shape=(*lead, wide + pe), axes=f"{names}head_dim_ckv + head_dim_kpe]")
         q = q[..., :wide], q[..., wide:]
-    nope, rope = _members("q", q, "(q_nope, q_pe)")
+    nope, rope = members("q", q, "(q_nope, q_pe)")
     check_tensor("q[0]", nope, dtype=variant.dtype, shape=(*lead, wide), axes=f"{names}head_dim_ckv]")
     shape = (*nope.shape[:-1], pe)
     check_tensor("q[1]", rope, dtype=variant.dtype, shape=shape, axes=f"{names}head_dim_kpe]", device=nope.device)
@@ -113,6 +124,11 @@ class _Form:
     q: torch.Tensor
 
     @property
+    def batch(self) -> int | None:
+        """Requests of a padded cache: those of padded q; new tokens of ``append`` do not tell."""
+        return self.q.shape[0] if self.variant.q_layout == "padded" else None
+
+    @property
     def heads_first(self) -> bool:
         return self.variant.kv_layout == "paged" and self.kv_spec.layout == "HND"
 
@@ -123,7 +139,7 @@ class _Form:
         if variant.kv_layout == "paged":
             sizes = [(None, "num_pages"), (self.kv_spec.page_size, "page_size")]
         elif variant.kv_layout == "padded":
-            sizes = [(self.q.shape[0], "batch"), (None, "kv_len")]
+            sizes = [(self.batch, "batch"), (None, "kv_len")]
         else:
             sizes = [(None, "nnz_kv")]
         if headed:
@@ -147,7 +163,7 @@ class _Form:
             )
         blocks = storage.block > 0
         stacked = isinstance(cache, torch.Tensor) or (blocks and all(isinstance(x, torch.Tensor) for x in cache))
-        k, v = self.unstacked(cache) if stacked else _members("kv_cache", cache, "(k_cache, v_cache)")
+        k, v = self.unstacked(cache) if stacked else members("kv_cache", cache, "(k_cache, v_cache)")
         keys, k_blocks = self.member("k_cache", k, storage, variant.head_dim_qk)
         values, v_blocks = self.member("v_cache", v, variant.v_storage, variant.head_dim_vo, beside=keys)
         return self.scaled(given, keys, values) | {"k": keys, "v": values, "k_blocks": k_blocks, "v_blocks": v_blocks}
@@ -193,7 +209,7 @@ class _Form:
             k_blocks = None if blocks is None else blocks[..., : wide // per_block]
             k_pe_blocks = None if blocks is None else blocks[..., wide // per_block :]
         else:
-            ckv, kpe = _members("kv_cache", cache, "(ckv, kpe)")
+            ckv, kpe = members("kv_cache", cache, "(ckv, kpe)")
             k, k_blocks = self.member("ckv", ckv, storage, wide)
             k_pe, k_pe_blocks = self.member("kpe", kpe, storage, pe, beside=k)
         scale = self.scale("k_scale", given.k_scale, storage, k)
@@ -211,7 +227,7 @@ class _Form:
         sizes, names = self.lead()
         blocks = None
         if storage.block:
-            given, blocks = _members(name, given, "(data, block scales)")
+            given, blocks = members(name, given, "(data, block scales)")
         data = self.data(name, given, storage, width, sizes, names)
         data = self.canonical(data)
         if beside is not None and data.shape[:-2] != beside.shape[:-2]:
@@ -325,7 +341,8 @@ def _as(tensor: Any, dtype: str) -> Any:
     return tensor
 
 
-def _members(name: str, given: Any, form: str) -> tuple[Any, Any]:
+def members(name: str, given: Any, form: str) -> tuple[Any, Any]:
+    """Both members of a pair."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         what = (
             f"{name} has {len(given)} members"

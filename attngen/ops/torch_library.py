@@ -14,9 +14,11 @@ from weakref import WeakSet
 import torch
 
 from attngen.errors import ArgumentError
+from attngen.ops.append import Places, Rows, Slots, written
 from attngen.ops.checks import torch_dtype
 from attngen.ops.storage import Extras
 from attngen.spec import Softmax
+from attngen.variant import Variant
 
 if TYPE_CHECKING:
     from attngen.ops.compiled import CompiledSpec
@@ -207,4 +209,47 @@ def backward(
     """``[dq, dk, dv, *dparams]`` through the dispatcher: traceable."""
     return torch.ops.attngen.backward(  # type: ignore[no-any-return]
         dout, dlse, q, k, v, out, lse, _flatten(extras), list(params.values()), ",".join(params), handle, deterministic
+    )
+
+
+_WRITTEN = ("k", "v", "k_pe", "k_blocks", "v_blocks", "k_pe_blocks", "k_scale", "v_scale")
+
+
+@torch.library.custom_op("attngen::append", mutates_args=_WRITTEN)
+def _append(
+    new: Sequence[torch.Tensor | None],
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_pe: torch.Tensor | None,
+    k_blocks: torch.Tensor | None,
+    v_blocks: torch.Tensor | None,
+    k_pe_blocks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    factors: Sequence[torch.Tensor | None],
+    places: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor],
+    names: str,
+    handle: str,
+) -> None:
+    k_factor, v_factor = (x if x is not None else y for x, y in zip(factors, (k_scale, v_scale), strict=True))
+    slots = Slots(k, v, k_pe, k_blocks, v_blocks, k_pe_blocks, k_factor, v_factor)
+    given = dict(zip(names.split(","), params, strict=True)) if names else {}
+    _lookup(handle).run_append(Rows(*new), slots, Places(*places), given)  # type: ignore[arg-type]
+
+
+def append(
+    handle: str, variant: Variant, new: Rows, slots: Slots, places: Places, params: Mapping[str, torch.Tensor]
+) -> None:
+    """Write new tokens through the dispatcher: traceable; see :meth:`CompiledSpec.run_append`."""
+    targets = written(variant, slots)
+    factors = [getattr(slots, name) if name not in targets else None for name in ("k_scale", "v_scale")]
+    torch.ops.attngen.append(
+        [new.k, new.k_pe, new.v],
+        *(targets.get(name) for name in _WRITTEN),
+        factors,
+        places.flat(),
+        list(params.values()),
+        ",".join(params),
+        handle,
     )

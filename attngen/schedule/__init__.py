@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from attngen.schedule.append import plan_append
 from attngen.schedule.backward import plan_backward
 from attngen.schedule.forward import plan_decode, plan_prefill
 from attngen.schedule.plan import Arg, KernelPlan, OpPlan, Tiles
@@ -24,6 +25,7 @@ def choose_schedule(
         "prefill": plan_prefill,
         "decode": plan_decode,
         "backward": partial(plan_backward, deterministic=deterministic),
+        "append": plan_append,
     }
     kernels = () if backend == "reference" else plans[op](variant, target, backend)
     return OpPlan(op=op, backend=backend, target=target, variant=variant, kernels=kernels)

@@ -38,6 +38,11 @@
                           the mask from the front, those visible as a whole from the back; ``tile_counts`` i32 ``[lists, 2]``, how
                           many of each. The list of tile ``t`` (counted over all requests) for head ``h`` is number
                           ``t * list_heads + h``; with one ``list_heads`` the mask is the same for all heads
+``new_k new_v new_k_pe``  (append) new tokens ``[tokens, heads, dim]``, with ``_stride_t``, ``_stride_h``; ``k``, ``v``, ``k_pe``,
+                          their ``_blocks`` and the scales of tokens are written; fp8 as bytes
+``num_slots``             tokens that the cache has room for
+``slot_mapping``          i64 ``[tokens]``, the slot of each new token, counted over all pages or requests; negative: it is not written;
+                          read where ``has_slot_mapping`` is 1, else ``positions`` and ``batch_indices``, i32 ``[tokens]``
 ``pass_idx``              0: find ``top_param_<name>``, fp32 ``[1]``, the largest size of a contribution to a gradient; 1: add up
                           contributions times ``scale_param_<name>``, fp32 ``[1]``, in ``sum_param_<name>``, i64
 ========================  =================================================================================================

@@ -10,11 +10,11 @@ from attngen.variant import Variant
 
 def entry_name(variant: Variant, op: str, schedule: str) -> str:
     """``prefill_causal_window4095_gqa2_bf16_d256``; kernels of an op beyond its main one add their schedule's name."""
-    parts = [
-        op if schedule == "forward" else schedule if schedule.startswith(op) else f"{op}_{schedule}",
-        *mask_labels(variant.mask),
-        *score_labels(variant.score),
-    ]
+    if op == "append":
+        parts = [op, *storage_labels(variant)]
+    else:
+        name = op if schedule == "forward" else schedule if schedule.startswith(op) else f"{op}_{schedule}"
+        parts = [name, *mask_labels(variant.mask), *score_labels(variant.score)]
     if variant.group_size > 1:
         parts.append(f"gqa{variant.group_size}" if variant.num_kv_heads > 1 else f"mqa{variant.group_size}")
     if variant.kv_layout == "paged":
@@ -24,6 +24,12 @@ def entry_name(variant: Variant, op: str, schedule: str) -> str:
     dims = f"d{variant.head_dim_qk}"
     parts += [variant.dtype, dims if variant.head_dim_qk == variant.head_dim_vo else f"{dims}x{variant.head_dim_vo}"]
     return re.sub(r"[^A-Za-z0-9_]", "_", "_".join(parts))
+
+
+def storage_labels(variant: Variant) -> list[str]:
+    """Element types of keys and values, once where they are the same."""
+    names = (variant.k_storage.dtype, variant.v_storage.dtype)
+    return [names[0]] if names[0] == names[1] else [f"k_{names[0]}", f"v_{names[1]}"]
 
 
 def mask_labels(mask: Expr) -> list[str]:

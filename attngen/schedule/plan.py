@@ -61,7 +61,7 @@ class KernelPlan:
 
     Attributes:
         schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``dparams``, ``key_lists``,
-            ``query_lists``; also the template's file name.
+            ``query_lists``, ``append``; also the template's file name.
         entry: kernel name, made from the variant.
         op: the op it serves.
         variant, target, backend: what, for which device, by which toolchain.

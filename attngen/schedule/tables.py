@@ -18,7 +18,7 @@ class Row:
     Columns in tensors of their own (``head_dim_pe``) are left out of the head dim.
 
     Attributes:
-        schedule: ``prefill``, ``decode``, ``merge``, ``delta``, ``dkdv``, ``dq``.
+        schedule: ``prefill``, ``decode``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``append``.
         head_dim: largest padded head dim the row serves.
         tiles: the choice.
         itemsize: bytes an element it was chosen for; 0 fits all.
@@ -112,6 +112,10 @@ TRITON = (
     Row("decode", 128, Tiles(16, 32, 4, 1)),
     Row("decode", 256, Tiles(16, 16, 8, 1)),
     Row("decode", 512, Tiles(16, 16, 8, 1)),
+    Row("append", 64, Tiles(16, 1, 4, 1)),
+    Row("append", 128, Tiles(8, 1, 4, 1)),
+    Row("append", 256, Tiles(4, 1, 4, 1)),
+    Row("append", 512, Tiles(2, 1, 4, 1)),
     Row("merge", 256, Tiles(1, 16, 2, 1)),
     Row("merge", 512, Tiles(1, 16, 4, 1)),
     Row("delta", 256, Tiles(32, 16, 4, 1)),
@@ -153,6 +157,7 @@ TRITON = (
 INTERPRET = (
     Row("prefill", 256, Tiles(64, 64, 4, 1)),
     Row("decode", 512, Tiles(16, 64, 4, 1)),
+    Row("append", 512, Tiles(16, 1, 4, 1)),
     Row("merge", 512, Tiles(16, 16, 4, 1)),
     Row("delta", 256, Tiles(64, 16, 4, 1)),
     Row("dkdv", 256, Tiles(64, 64, 4, 1)),
@@ -164,6 +169,7 @@ INTERPRET = (
 CPP = (
     Row("prefill", 256, Tiles(128, 64)),
     Row("decode", 512, Tiles(64, 64)),
+    Row("append", 512, Tiles(1, 1)),
     Row("merge", 512, Tiles(16, 16)),
     Row("delta", 256, Tiles(16, 16)),
     Row("dkdv", 256, Tiles(64, 128)),

@@ -59,9 +59,12 @@ class AttentionSpec(SpecModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.rope is not None and (self.rope.dim or 0) > self.heads.head_dim_qk:
-            raise ValueError(f"rope.dim={self.rope.dim} exceeds head_dim_qk={self.heads.head_dim_qk}")
         heads = self.heads
+        turning = "head_dim_kpe" if isinstance(heads, MLA) else "head_dim_qk"
+        if self.rope is not None and (self.rope.dim or 0) > getattr(heads, turning):
+            raise ValueError(f"rope.dim={self.rope.dim} exceeds {turning}={getattr(heads, turning)}")
+        if self.rope is not None and self.rope.keys == "append" and self.qk_norm is not None:
+            raise ValueError("rope.keys='append' turns keys before qk_norm norms them on load; declare rope.keys='load'")
         stored = (
             (heads.head_dim_ckv, heads.head_dim_kpe) if isinstance(heads, MLA) else (heads.head_dim_qk, heads.value_dim)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,10 @@ class Rope(SpecModel):
             Llama in Hugging Face's layout).
         table: name of a run-time fp32 parameter ``[positions, dim]`` with the cosines of all pairs, then their sines, for scaled
             frequencies (Llama 3, YaRN), instead of ``theta``. Positions outside of it read 0. It has no gradient.
+        keys: when the keys of a cache turn. ``load``: the cache holds them as projected, and kernels turn them when they read
+            them. ``append``: ``ops.append`` turns them by their positions on the way into the cache, and ops over the cache
+            (decode; prefill of a paged cache) turn queries alone. Keys that prefill, backward and attention take outside
+            of a paged cache come from the projection, and are turned on load either way. With MLA, ``kpe`` turns, in append only.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("dim", "theta", "interleaved", "table")
@@ -32,6 +36,7 @@ class Rope(SpecModel):
     theta: float = Field(default=10000.0, gt=1)
     interleaved: bool = False
     table: ParamName | None = None
+    keys: Literal["load", "append"] = "load"
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
