@@ -62,7 +62,7 @@ TargetOption = Annotated[
 BackendOption = Annotated[
     str, typer.Option("--backend", metavar="BACKEND", help="reference, cpp or triton. The fastest by default.")
 ]
-OpOption = Annotated[str, typer.Option("--op", metavar="OP", help="prefill, decode or backward.")]
+OpOption = Annotated[str, typer.Option("--op", metavar="OP", help="prefill, decode, backward or append.")]
 
 
 def main() -> None:

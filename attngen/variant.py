@@ -260,7 +260,7 @@ def _append(
 
 
 def _rotation(spec: AttentionSpec, op: OpName, kv_layout: Layout) -> Rope | None:
-    """The rotation in the kernels of ``op``: of queries and keys as loaded, of queries alone, or of keys on their way into the cache."""
+    """The rotation in the kernels of ``op``, and whether its keys turn on load or have turned on their way into the cache."""
     rope = spec.rope
     if rope is None or (op == "append" and rope.keys == "load"):
         return None

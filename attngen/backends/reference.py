@@ -140,16 +140,17 @@ def append_slots(variant: Variant, tokens: NewTokens) -> torch.Tensor:
     else:
         assert tokens.page_table is not None
         index = position // variant.page_size
-        if tokens.page_indptr is None:
-            inside, table = index < tokens.page_table.shape[1], tokens.page_table
-            rows = request, torch.where(found & inside, index, 0)
-        else:
-            start, stop = tokens.page_indptr[request], tokens.page_indptr[request + 1]
-            inside, table = start + index < stop, tokens.page_table
-            rows = (torch.where(found & inside, start + index, 0),)
+        table = tokens.page_table.flatten()
         if not table.numel():
             return torch.full_like(position, -1)
-        slot = torch.where(inside, table[rows].long() * variant.page_size + position % variant.page_size, -1)
+        if tokens.page_indptr is None:
+            width = tokens.page_table.shape[1]
+            start, stop = request * width, (request + 1) * width
+        else:
+            start, stop = tokens.page_indptr[request], tokens.page_indptr[request + 1]
+        inside = found & (start + index < stop)
+        page = table[torch.where(inside, start + index, 0)].long()
+        slot = torch.where(inside, page * variant.page_size + position % variant.page_size, -1)
     return torch.where(found, slot, -1)
 
 

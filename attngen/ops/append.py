@@ -169,7 +169,7 @@ def _collect(
     num_slots = slots.k.shape[:-2].numel()
     where: dict[str, Any] = {"kv_len": slots.k.shape[1] if variant.kv_layout == "padded" else 0}
     by_position = {"padded": (), "ragged": ("kv_indptr",), "paged": ("page_table", "kv_indptr", "kv_indices")}
-    slot = places.slot_mapping
+    slot: torch.Tensor | None = places.slot_mapping
     allowed = {"slot_mapping"} if slot is not None else {"positions", "batch_indices", *by_position[variant.kv_layout]}
     allowed |= {"positions"} if variant.rope is not None else set()
     _reject_others(places, allowed, by_slot=slot is not None)
@@ -183,8 +183,7 @@ def _collect(
     if slot is None or variant.rope is not None:
         where["positions"] = _vector("positions", places.positions, count, device)
     if slot is not None:
-        if isinstance(slot, torch.Tensor) and slot.dtype == torch.int32:
-            slot = slot.long()
+        slot = slot.long() if getattr(slot, "dtype", None) == torch.int32 else slot
         shape = (count,)
         slot = check_tensor("slot_mapping", slot, dtype="i64", shape=shape, axes="[tokens]", device=device)
         where["slot_mapping"] = slot.contiguous()
@@ -192,9 +191,7 @@ def _collect(
         where["batch_indices"] = _vector("batch_indices", places.batch_indices, count, device)
         where |= _requests(variant, slots, places, device)
     tables = check_params(variant, Batch(0, 0, 0, count), params, device)
-    return NewTokens(
-        new_k=new.k, new_v=new.v, new_k_pe=new.k_pe, **cache, num_slots=num_slots, **where, params=tables
-    )
+    return NewTokens(new_k=new.k, new_v=new.v, new_k_pe=new.k_pe, **cache, num_slots=num_slots, **where, params=tables)
 
 
 def _vector(name: str, tensor: Any, count: int, device: torch.device) -> torch.Tensor:

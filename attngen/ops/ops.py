@@ -280,8 +280,8 @@ class Ops(CompiledSpec):
             k, v: new tokens of all requests, one after another: ``[tokens, num_kv_heads, head_dim]`` in the spec's dtype (bf16
                 where that is fp8), any strides. MLA: ``k`` is ``(ckv, kpe)`` or both joined, ``[tokens, dim]``, and v ``None``.
             kv_cache: as for :meth:`decode`; of Contiguous and Ragged keys and values the pair ``(k, v)``.
-            slot_mapping: int64 or int32 ``[tokens]``: ``page * page_size + offset``, ``request * kv_len + position`` (Contiguous) or
-                the row (Ragged). A token with a negative slot is not written. Every other slot is given once.
+            slot_mapping: int64 or int32 ``[tokens]``: ``page * page_size + offset``, ``request * kv_len + position``
+                (Contiguous) or the row (Ragged). A token with a negative slot is not written. Every other slot is given once.
             positions, batch_indices: instead, int32 ``[tokens]``: place in its request, and request, of each token; a negative
                 position is not written. Slots come from ``page_table [batch, max_pages]`` or ``kv_indptr, kv_indices`` (Paged),
                 ``kv_indptr`` (Ragged), or the shape of the cache. Keys that turn need ``positions`` beside ``slot_mapping`` too.

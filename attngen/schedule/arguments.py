@@ -41,8 +41,8 @@
 ``new_k new_v new_k_pe``  (append) new tokens ``[tokens, heads, dim]``, with ``_stride_t``, ``_stride_h``; ``k``, ``v``, ``k_pe``,
                           their ``_blocks`` and the scales of tokens are written; fp8 as bytes
 ``num_slots``             tokens that the cache has room for
-``slot_mapping``          i64 ``[tokens]``, the slot of each new token, counted over all pages or requests; negative: it is not written;
-                          read where ``has_slot_mapping`` is 1, else ``positions`` and ``batch_indices``, i32 ``[tokens]``
+``slot_mapping``          i64 ``[tokens]``, the slot of each new token, counted over all pages or requests; negative: nowhere. Read
+                          where ``has_slot_mapping`` is 1, else ``positions`` and ``batch_indices``, i32 ``[tokens]``
 ``pass_idx``              0: find ``top_param_<name>``, fp32 ``[1]``, the largest size of a contribution to a gradient; 1: add up
                           contributions times ``scale_param_<name>``, fp32 ``[1]``, in ``sum_param_<name>``, i64
 ========================  =================================================================================================

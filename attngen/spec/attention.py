@@ -64,7 +64,9 @@ class AttentionSpec(SpecModel):
         if self.rope is not None and (self.rope.dim or 0) > getattr(heads, turning):
             raise ValueError(f"rope.dim={self.rope.dim} exceeds {turning}={getattr(heads, turning)}")
         if self.rope is not None and self.rope.keys == "append" and self.qk_norm is not None:
-            raise ValueError("rope.keys='append' turns keys before qk_norm norms them on load; declare rope.keys='load'")
+            raise ValueError(
+                "rope.keys='append' turns keys before qk_norm norms them on load; declare rope.keys='load'"
+            )
         stored = (
             (heads.head_dim_ckv, heads.head_dim_kpe) if isinstance(heads, MLA) else (heads.head_dim_qk, heads.value_dim)
         )

@@ -69,7 +69,12 @@ def pairs() -> list[Any]:
 def test_every_kernel_of_every_op_builds(name: str, target: str) -> None:
     spec = ag.load_spec(name)
     ops = ag.compile(spec, target=target, backend="triton")
-    expected = {"prefill", *(() if spec.dropout else ("decode",)), *(() if spec.kv.kind == "paged" else ("backward",))}
+    expected = {
+        "prefill",
+        "append",
+        *(() if spec.dropout else ("decode",)),
+        *(() if spec.kv.kind == "paged" else ("backward",)),
+    }
     assert ops.artifacts.keys() == expected
     for op, folders in ops.artifacts.items():
         assert len(folders) == len(ops.op(op).plan.kernels)

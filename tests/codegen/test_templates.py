@@ -18,7 +18,7 @@ FILES = sorted(
     path for backend in ("cpp", "triton") for path in (resource_folder("templates") / backend).glob("*.jinja")
 )
 ENTRIES = {"forward", "merge", "delta", "dkdv", "dq"}
-MORE_ENTRIES = {"dparams", "key_lists", "query_lists"}
+MORE_ENTRIES = {"dparams", "key_lists", "query_lists", "append"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")

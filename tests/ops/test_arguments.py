@@ -197,7 +197,7 @@ def test_names_of_ops_are_checked_everywhere() -> None:
     for call in (ops.warmup, ops.op):
         with pytest.raises(ag.UnsupportedError, match="no op 'attention'") as error:
             call("attention")
-        assert error.value.fix == "use prefill, decode, backward"
+        assert error.value.fix == "use prefill, decode, backward, append"
     with pytest.raises(ag.UnsupportedError, match="no backend serves meta tensors"):
         ops.warmup(device="meta")
 
