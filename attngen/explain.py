@@ -48,7 +48,7 @@ class Request:
 
     Attributes:
         spec, op, target, backend: as for :func:`attngen.compile`.
-        kernel: only this kernel (``forward``, ``forward_short``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``append``); empty for all.
+        kernel: only this kernel (``forward``, ``forward_short``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``append``); all if empty.
     """
 
     spec: AttentionSpec
