@@ -166,7 +166,7 @@ def _alignment(variant: Variant, pointer: Arg) -> int:
 
 def _triton_type(plan: KernelPlan, arg: Arg) -> str:
     if arg.is_map:
-        width = {"k_tiles": plan.block_qk, "v_tiles": plan.block_vo}[arg.name]
+        width = {"k_tiles": plan.block_qk, "k_pe_tiles": plan.block_pe, "v_tiles": plan.block_vo}[arg.name]
         return f"tensordesc<{DTYPES[arg.element].triton_name}[1,1,{plan.tiles.kv},{width}]>"
     return f"*{pointer_dtype(arg.element, plan.target)}" if arg.is_pointer else arg.type
 

@@ -52,9 +52,10 @@ def storage_values(inputs: Inputs) -> Values:
 
 
 def map_values(inputs: Inputs) -> Values:
-    """Keys and values ``[request, head, token, dim]``, of which a kernel's tensor maps are made."""
-    k, v = (x.transpose(-3, -2) for x in (inputs.k, inputs.v))
-    return {"k_tiles": k, "v_tiles": v} if k.dim() == 4 else {"k_tiles": k[None], "v_tiles": v[None]}
+    """Keys and values ``[request or page, head, token, dim]``, of which a kernel's tensor maps are made."""
+    rows = {"k_tiles": inputs.k, "k_pe_tiles": inputs.k_pe, "v_tiles": inputs.v}
+    views = {name: x.transpose(-3, -2) for name, x in rows.items() if x is not None}
+    return {name: x if x.dim() == 4 else x[None] for name, x in views.items()}
 
 
 def batch_values(batch: Batch) -> Values:

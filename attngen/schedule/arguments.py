@@ -29,7 +29,8 @@
 ``q_offset kv_offset``    i32 ``[batch]``, positions of the first row and key, read where ``has_q_offset`` / ``has_kv_offset`` is 1
 ``page_table``            i32 page numbers; request b starts at ``b * page_table_stride``, or, where that stride is 0 (CSR), at
                           ``page_indptr[b]``; then ``kv_lens`` holds the tokens of the last page
-``k_tiles v_tiles``       tensor maps of k and v, ``[request, head, token, dim]`` (one request where ragged)
+``k_tiles v_tiles``       tensor maps of k and v, ``[request or page, head, token, dim]`` (one request where ragged);
+                          ``k_pe_tiles`` of ``k_pe``
 ``has_dlse``              whether ``dlse`` is read
 ``param_<name>``          each run-time parameter, then ``param_<name>_dim<i>`` (i32) for each axis; ``d_param_<name>`` its gradient
 ``partial_dq_norm``       fp32 ``[programs, head_dim_qk]``, zeroed: each program's share of the gradient of the query norm's
@@ -146,7 +147,8 @@ def tile_lists(*, lists: bool) -> tuple[Arg, ...]:
 
 def tensor_maps(variant: Variant) -> tuple[Arg, ...]:
     """Keys and values as the hardware copies tiles of them."""
-    return (Arg("k_tiles", f"tiles<{variant.dtype}>"), Arg("v_tiles", f"tiles<{variant.dtype}>"))
+    names = ("k", *(("k_pe",) if variant.head_dim_pe else ()), *(("v",) if variant.value_source == "values" else ()))
+    return tuple(Arg(f"{name}_tiles", f"tiles<{variant.dtype}>") for name in names)
 
 
 def param_gradients(variant: Variant) -> tuple[Arg, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache, reduce
 from typing import Literal
 
+from attngen.dtypes import Storage
 from attngen.ir.expr import FALSE, TRUE, Compare, Const, Expr, H, K, Select, Size, and_, coords, select
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule.arguments import tensor_maps
@@ -14,7 +15,8 @@ from attngen.schedule.tables import choose_tiles, padded
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
-MIN_SPLIT = 512
+# Keys of a part, at least. Parts of wide outputs cost more to write and to merge than they bring.
+MIN_SPLIT, MIN_WIDE_SPLIT = 512, 1024
 MAX_SPLITS = 64
 # Up to so many queries a request, heads of a group share tiles in prefill too: a tile of one head would be mostly empty.
 SHORT_QUERIES = 16
@@ -52,7 +54,7 @@ def plan_kernel(
         # What is left without the data is in the span, and a test would cost more than it saves.
         tile = TileClass(TRUE, FALSE)
     if tiles is None:
-        mappable = schedule == "forward" and not packed and (keys.has_full or lists) and _fits_maps(variant)
+        mappable = schedule == "forward" and _fits_maps(variant, keys, packed=packed, lists=lists)
         table = schedule if schedule != "forward" else "decode" if packed else op
         rows = variant.group_size * (SHORT_QUERIES if serves == "short" else 1)
         tiles = choose_tiles(backend, table, variant, target, mappable=mappable, rows=rows)
@@ -69,7 +71,7 @@ def plan_kernel(
         block_pe=padded(variant.head_dim_pe, backend) if variant.head_dim_pe else 0,
         packed=packed,
         split=split,
-        min_split=MIN_SPLIT,
+        min_split=MIN_SPLIT if variant.head_dim_vo <= 256 else MIN_WIDE_SPLIT,
         max_splits=MAX_SPLITS,
         args=args + tensor_maps(variant) if tiles.maps else args,
         keys=keys,
@@ -84,8 +86,17 @@ def plan_kernel(
     )
 
 
-def _fits_maps(variant: Variant) -> bool:
-    """Whether keys and values can come by tensor maps, and a pair needs so little that two blocks fit a multiprocessor."""
+def _fits_maps(variant: Variant, keys: Span, *, packed: bool, lists: bool) -> bool:
+    """Whether keys and values can come by tensor maps, and a pair needs so little that two blocks fit a multiprocessor.
+
+    To packed rows keys come so only where they are the values too: the kernel then walks them from the first on.
+    """
+    if packed:
+        plain = variant.is_softmax and not variant.has_score_mod and variant.k_storage == Storage(variant.dtype)
+        from_first = keys.has_full and keys.lo is None and keys.hole_lo is None
+        return variant.value_source == "keys" and variant.head_dim_pe > 0 and plain and from_first
+    if not (keys.has_full or lists):
+        return False
     gathers = any(coords(load) >= {"q", "k"} and load.indices[-1] != K for load in variant.score_loads)
     stored = any(storage.dtype != variant.dtype for storage in (variant.k_storage, variant.v_storage))
     costly = stored or variant.dropout or variant.mask_reads_each_pair or gathers or len(variant.score_loads) > 8

@@ -35,7 +35,8 @@ class Row:
         score_pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept
             in shared memory as those of keys are.
 
-    A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, with an unmasked loop.
+    A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, or of pages that tiles divide,
+    with an unmasked loop.
     """
 
     schedule: str
@@ -105,6 +106,7 @@ TRITON = (
     Row("decode", 128, Tiles(16, 32, 4, 6), itemsize=2, archs=_CUDA),
     Row("decode", 256, Tiles(16, 32, 4, 4), itemsize=2, archs=_AMPERE),
     Row("decode", 256, Tiles(16, 32, 4, 2), itemsize=2),
+    Row("decode", 512, Tiles(64, 64, 8, 2, maps=True), itemsize=2, archs=("sm90a",)),
     Row("decode", 512, Tiles(64, 64, 8, 2), itemsize=2, archs=("sm90a",)),
     Row("decode", 512, Tiles(64, 32, 8, 2), itemsize=2, archs=_AMPERE),
     Row("decode", 512, Tiles(32, 16, 8, 2), itemsize=2, archs=_CUDA),
@@ -204,7 +206,7 @@ def choose_tiles(
             and row.transformed <= variant.is_transformed
             and row.dropout <= (variant.dropout > 0)
             and row.score_pairs <= variant.score_reads_pairs
-            and row.tiles.maps <= mappable
+            and row.tiles.maps <= (mappable and variant.page_size % row.tiles.kv == 0)
         ):
             return row.tiles
     raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")
