@@ -1,6 +1,6 @@
 """C09: the returned LSE is base 2 in one backend and base e in another, so that merging partial results is wrong.
 
-The MLA layout of the case does not exist here.
+Also of latents, of 512 and 64 columns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 import attngen as ag
 from attngen.variant import OpName
+from tests.acceptance.latents import declare_latents, decode_latents
 from tests.acceptance.probes import STORAGES, Place, assert_near, assert_state, attend, declare, pack, probe
 
 VALUES = torch.arange(1600) % 100
@@ -47,3 +48,15 @@ def test_c09_base_2_on_request(place: Place, op: OpName) -> None:
     run = ops.prefill if op == "prefill" else ops.decode
     _, lse = run(call.q, *call.kv, **call.lengths, return_lse=True, lse_base="log2")
     assert_near(lse.cpu(), 10.643856, atol=1e-3)
+
+
+def test_c09_lse_of_latents_is_natural_and_halves_merge(place: Place) -> None:
+    spec = declare_latents()
+    keys = torch.randn(1600, 576, generator=torch.Generator().manual_seed(9)).half()
+    keys[:, :512] = VALUES[:, None]
+    q = torch.zeros(1, 2, 576, dtype=torch.float16)
+    whole, *parts = (decode_latents(place, spec, q, [rows]) for rows in (keys, keys[:800], keys[800:]))
+    assert_state(whole, 49.5, LN_1600)
+    out, lse = ag.merge_states([part.out for part in parts], [part.lse for part in parts])
+    assert_near(out, whole.out.double(), atol=2e-3)
+    assert_near(lse, whole.lse.double(), atol=2e-3)

@@ -1,6 +1,6 @@
 """C38: page number times page stride in int32: foreign data once the pool passes 2^31 elements.
 
-The MLA layout of the case does not exist here; a stacked GQA cache of the same size takes its place.
+Latents, as in the case, and a stacked cache of the same size.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attngen as ag
+from tests.acceptance.latents import declare_latents, exact_latents
 from tests.acceptance.probes import TRITON, assert_near, declare, exact, int32, noise
 
 PAGE, PAGES = 64, 16500  # a page of keys and values holds 131072 elements
@@ -30,3 +31,22 @@ def test_c38_last_pages_of_a_large_pool() -> None:
     for out in (ops.decode(q, pool, **where), ops.prefill(q, pool, qo_indptr=int32([0, 1, 2]).cuda(), **where)):
         assert torch.equal(out[0], out[1])
         assert_near(out[:1].cpu(), exact(request).out)
+
+
+@pytest.mark.gpu
+def test_c38_last_pages_of_a_large_pool_of_latents() -> None:
+    """One joined tensor of 576 columns, 36864 elements a page."""
+    pages, spec = 58300, declare_latents(16, dtype="bf16", mask=ag.Causal(), kv=ag.Paged(PAGE))
+    generator = torch.Generator().manual_seed(38)
+    keys = torch.randn(200, 576, generator=generator).bfloat16()
+    q = torch.randn(1, 16, 576, generator=generator).bfloat16()
+    pool = torch.full((pages, PAGE, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
+    table = int32([[0, 1, 2, 3], [58256, 58257, 58258, 58259]])
+    assert 58255 * PAGE * 576 > 2**31
+    for own in table.tolist():
+        for page, chunk in zip(own, keys.split(PAGE), strict=True):
+            pool[page, : len(chunk)] = chunk.cuda()
+    where = {"page_table": table.cuda(), "kv_lens": int32([200, 200]).cuda()}
+    out = TRITON.compile(spec).decode(q.expand(2, -1, -1).contiguous().cuda(), pool, **where)
+    assert torch.equal(out[0], out[1])
+    assert_near(out[:1].cpu(), exact_latents(spec, q, keys).out)
