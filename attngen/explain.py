@@ -142,13 +142,9 @@ def kernel_text(kernel: KernelPlan) -> str:
     if kernel.schedule in ("merge", "delta", "append"):
         lines.append(_line("tile", f"{tiles.q} rows of (token, head){resources}"))
     else:
-        lines += [
-            _line("tile", f"{tiles.q} {rows} x {tiles.kv} keys{resources}"),
-            _line(
-                "head dims",
-                f"qk {variant.head_dim_qk} in {kernel.block_qk}, vo {variant.head_dim_vo} in {kernel.block_vo}",
-            ),
-        ]
+        apart = f", the last {variant.head_dim_pe} in {kernel.block_pe}" if variant.head_dim_pe else ""
+        dims = f"qk {variant.head_dim_main} in {kernel.block_qk}{apart}, vo {variant.head_dim_vo} in {kernel.block_vo}"
+        lines += [_line("tile", f"{tiles.q} {rows} x {tiles.kv} keys{resources}"), _line("head dims", dims)]
         if kernel.split:
             lines.append(_line("splits", f"clamp(keys // {kernel.min_split}, 1, {kernel.max_splits}) parts a request"))
         lines += (

@@ -12,11 +12,13 @@ from attngen.backends.triton_compile import SHARED_LIMITS
 # Every spec for the two main targets; for the others a subset that covers dtypes, storages, head dims and masks.
 COVERING = ("minilm", "llama3-70b", "qwen3-8b", "gemma2-9b-local", "bloom-7b")
 # Some kernel of these spills more than a few registers on sm90a, or waits for each of its products (ptxas says so): norms and
-# rotations at head dim 256, reads of data for each pair, and masks whose tiles a branch tells apart; two only under triton 3.6.
+# rotations at head dim 256, reads of data for each pair, masks whose tiles a branch tells apart, and latents, whose output takes half
+# of all registers; two only under triton 3.6.
 UNTUNED = (
     "alphafold2-row",
     "alphafold3-pair-bias",
     "bd3lm-owt",
+    "deepseek-v3",
     "flashinfer-custom-mask",
     "gemma2-9b-local",
     "hstu-large",
@@ -24,6 +26,7 @@ UNTUNED = (
     "llama2-7b-streaming",
     "llama3-8b-eagle2",
     "llama3-8b-minference",
+    "kimi-k2",
     "longformer-base",
     "modernbert-base-local",
     "nat-tiny",
@@ -73,7 +76,7 @@ def test_every_kernel_of_every_op_builds(name: str, target: str) -> None:
         "prefill",
         "append",
         *(() if spec.dropout else ("decode",)),
-        *(() if spec.kv.kind == "paged" else ("backward",)),
+        *(() if spec.kv.kind == "paged" and spec.heads.kind != "mla" else ("backward",)),
     }
     assert ops.artifacts.keys() == expected
     for op, folders in ops.artifacts.items():
