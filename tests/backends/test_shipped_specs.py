@@ -12,8 +12,8 @@ from attngen.backends.triton_compile import SHARED_LIMITS
 # Every spec for the two main targets; for the others a subset that covers dtypes, storages, head dims and masks.
 COVERING = ("minilm", "llama3-70b", "qwen3-8b", "gemma2-9b-local", "bloom-7b")
 # Some kernel of these spills more than a few registers on sm90a, or waits for each of its products (ptxas says so): norms and
-# rotations at head dim 256, reads of data for each pair, masks whose tiles a branch tells apart, and latents, whose output takes half
-# of all registers; two only under triton 3.6.
+# rotations at head dim 256, reads of data for each pair, masks whose tiles a branch tells apart, and latents, whose output takes
+# half of all registers; two only under triton 3.6.
 UNTUNED = (
     "alphafold2-row",
     "alphafold3-pair-bias",
