@@ -66,13 +66,14 @@ class TritonBackend:
                 why="its tensor cores have no fp8",
                 fix="use dtype bf16 or fp16, which read the same fp8 cache; or a target from sm89 on",
             )
-        paired = variant.rope is not None and not variant.rope.interleaved
+        rope = variant.rope
+        paired = rope is not None and rope.keys == "load" and not rope.interleaved
         if paired and variant.k_storage.packed > 1:
             raise UnsupportedError(
                 f"triton does not rotate keys as they come out of storage {variant.k_storage.dtype}",
                 where="spec.rope",
                 why="the elements of a pair lie in bytes half a head apart",
-                fix="rotate keys before they are stored and leave rope out; or store keys as fp8_e4m3 or int8 (k_dtype)",
+                fix="declare ag.Rope(keys='append'), which rotates keys before they are stored; or store them as fp8_e4m3 or int8 (k_dtype)",
             )
 
     def flags(self, plan: KernelPlan) -> tuple[str, ...]:
