@@ -73,7 +73,7 @@ class TritonBackend:
                 f"triton does not rotate keys as they come out of storage {variant.k_storage.dtype}",
                 where="spec.rope",
                 why="the elements of a pair lie in bytes half a head apart",
-                fix="declare ag.Rope(keys='append'), which rotates keys before they are stored; or store them as fp8_e4m3 or int8 (k_dtype)",
+                fix="declare ag.Rope(keys='append'): ops.append rotates keys; or store them as fp8_e4m3 or int8 (k_dtype)",
             )
 
     def flags(self, plan: KernelPlan) -> tuple[str, ...]:
