@@ -7,6 +7,7 @@ heads) that is trained here on the source of Python's standard library, in under
 from __future__ import annotations
 
 import inspect
+import math
 import pkgutil
 import sys
 import time
@@ -24,7 +25,8 @@ from attngen.demo import MiniLM
 from attngen.dtypes import Storage, quantize
 
 PAGE = Path(__file__).with_name("kv-dtypes.md")
-WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 128, 3, 4, 2, 64, 256
+PEAK_RATE = 2e-3
+WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 128, 3, 4, 2, 64, 128
 STORAGES: tuple[dict[str, Any], ...] = (
     {"dtype": "bf16"},
     {"dtype": "fp8_e4m3", "scale": "tensor"},
@@ -166,18 +168,20 @@ def batch(data: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def train(data: Tensor, seconds: float) -> Decoder:
-    """AdamW with a cosine schedule over the time given."""
+    """AdamW, warmed up, with a cosine schedule over the time given."""
     torch.manual_seed(0)
     model, generator = Decoder(), torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
     began = time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds:
+        done = spent / seconds
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * 0.5 * (1.0 + torch.cos(torch.tensor(torch.pi * spent / seconds)).item())
+            group["lr"] = PEAK_RATE * min(done / 0.05, 0.5 * (1.0 + math.cos(math.pi * done)))
         tokens, wanted = batch(data, 16, generator)
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return model.eval()
 
@@ -274,7 +278,7 @@ calibrated on the same activations.
 """
 
 if __name__ == "__main__":
-    budget = float(sys.argv[1]) if len(sys.argv) > 1 else 90.0
+    budget = float(sys.argv[1]) if len(sys.argv) > 1 else 110.0
     known, unseen = library_source()
     bits_exact, of_decoder = measure_decoder(train(known, budget), unseen)
     PAGE.write_text(page(bits_exact, of_decoder, measure_encoder(), budget), encoding="utf-8")
