@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -133,8 +132,8 @@ class TritonBackend:
 def argument_divisors(plan: KernelPlan) -> dict[str, int]:
     """What callers promise of tensors with strides: divisors of addresses (in bytes) and of strides (in elements).
 
-    That is what :mod:`attngen.ops.storage` checks: rows of a cache start at multiples of the largest power of two that divides
-    their bytes, block scales and scales of tokens anywhere.
+    That is what :mod:`attngen.ops.storage` checks: rows of a cache and of block scales start at multiples of the largest power of
+    two that divides their bytes, scales of tokens anywhere.
     """
     divisors = {}
     names = {arg.name for arg in plan.args}
@@ -150,19 +149,19 @@ def argument_divisors(plan: KernelPlan) -> dict[str, int]:
 
 
 def _alignment(variant: Variant, pointer: Arg) -> int:
-    """Bytes of which addresses of a tensor's rows are multiples."""
-    itemsize = DTYPES[pointer.element].itemsize
-    if pointer.name in ("k_scale", "v_scale"):
+    """Bytes of which addresses of a tensor's rows are multiples; parts of keys may be cut out of one tensor."""
+    name, itemsize = pointer.name, DTYPES[pointer.element].itemsize
+    if name in ("k_scale", "v_scale"):
         return itemsize
-    storage = variant.v_storage if pointer.name.startswith("v") else variant.k_storage
-    width = variant.head_dim_vo if pointer.name.startswith("v") else variant.head_dim_main
-    if variant.head_dim_pe and pointer.name in ("k", "k_pe"):
-        width = math.gcd(width, variant.head_dim_pe)  # both may be cut out of one row
-    if pointer.name.endswith("_blocks"):
-        return itemsize
-    if pointer.name in ("k", "k_pe", "v", "q"):
-        return alignment_of(width * itemsize // (1 if pointer.name == "q" else storage.packed))
-    return ALIGNMENT
+    if name.split("_")[0] not in ("k", "v"):
+        return ALIGNMENT
+    storage = variant.k_storage if name[0] == "k" else variant.v_storage
+    widths = {"k": {variant.head_dim_main, variant.head_dim_pe} - {0}, "v": {variant.head_dim_vo}}[name[0]]
+    if name.endswith("_blocks"):
+        return min(
+            alignment_of(width // storage.block * (2 if storage.zero_point else 1) * itemsize) for width in widths
+        )
+    return min(alignment_of(width // storage.packed * itemsize) for width in widths)
 
 
 def _triton_type(plan: KernelPlan, arg: Arg) -> str:

@@ -259,7 +259,7 @@ class _Form:
                 why="every block has its scale",
                 fix="pass scales of the same slots and heads",
             )
-        return data, check_strides(f"{name}[1]", blocks, alignment=row.itemsize)
+        return data, check_strides(f"{name}[1]", blocks, alignment=alignment_of(blocks.shape[-1] * row.itemsize))
 
     def data(
         self, name: str, tensor: Any, storage: Storage, width: int, sizes: tuple[int | None, ...], names: str

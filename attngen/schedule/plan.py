@@ -45,6 +45,7 @@ class Tiles:
         num_warps, num_stages: Triton's; 0 where a backend has no such thing.
         max_registers: most registers a thread may have; 0 leaves them to the assembler.
         maps: keys and values come by tensor maps.
+        keys_first: products are of keys with queries and of values with weights, in this order: then a tile may have 8 rows.
     """
 
     q: int
@@ -53,6 +54,7 @@ class Tiles:
     num_stages: int = 0
     max_registers: int = 0
     maps: bool = False
+    keys_first: bool = False
 
 
 @dataclass(frozen=True)

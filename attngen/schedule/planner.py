@@ -99,7 +99,14 @@ def _fits_maps(variant: Variant, keys: Span, *, packed: bool, lists: bool) -> bo
         return False
     gathers = any(coords(load) >= {"q", "k"} and load.indices[-1] != K for load in variant.score_loads)
     stored = any(storage.dtype != variant.dtype for storage in (variant.k_storage, variant.v_storage))
-    costly = stored or variant.dropout or variant.mask_reads_each_pair or gathers or len(variant.score_loads) > 8
+    costly = (
+        stored
+        or variant.dtype not in ("bf16", "fp16", "fp32")
+        or variant.dropout
+        or variant.mask_reads_each_pair
+        or gathers
+        or len(variant.score_loads) > 8
+    )
     return variant.kv_layout != "paged" and not variant.is_transformed and not costly
 
 

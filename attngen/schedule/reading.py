@@ -20,15 +20,27 @@ class Reading:
         storage: how numbers lie in memory.
         dtype: what tiles of them are multiplied in.
         decoding: nothing; a ``cast``; of each ``byte`` by its bits; or of bytes of two numbers with the scales of their ``blocks``.
-        assembly: decoding is spelled in PTX, several numbers an instruction.
+        words: rows are loaded as words of 32 bits, and decoded by PTX, two numbers an instruction.
+        parts: tiles that words come apart in, the i-th with the i-th number of each, so that scores are sums of as many products;
+            0 where tiles are whole.
         scale_bytes: block scales of fp8 are decoded by their bits.
     """
 
     storage: Storage
     dtype: str
     decoding: Literal["", "cast", "byte", "blocks"] = ""
-    assembly: bool = False
+    words: bool = False
+    parts: int = 0
     scale_bytes: bool = False
+
+    @property
+    def columns(self) -> str:
+        """Which dim a column of a tile is: numbers of packed words come apart in pairs four places apart."""
+        return (
+            "dim // 8 * 8 + dim % 2 * 4 + dim // 2 % 4"
+            if self.words and self.storage.packed == 2 and not self.parts
+            else ""
+        )
 
     @property
     def tile_dtype(self) -> str:
@@ -46,22 +58,30 @@ def has_fp8(target: Target) -> bool:
 def reading(variant: Variant, side: Side, target: Target) -> Reading:
     """How a Triton kernel reads queries, keys or values."""
     storage = {"q": Storage(variant.dtype), "k": variant.k_storage, "v": variant.v_storage}[side]
-    # Triton's interpreter has no products of bf16.
+    # Triton's interpreter has no products of bf16: there fp8 queries meet numbers of fp32, which are not rounded to bf16.
     dtype = "fp32" if target.kind == "interpret" and variant.compute_dtype == "bf16" else variant.compute_dtype
     if side != "v" and _multiplies_fp8(variant, target):
         dtype = storage.dtype
-    fast = target.kind == "cuda" and dtype in ("bf16", "fp16")
     if storage.dtype == dtype:
         return Reading(storage, dtype)
+    words = side != "q" and target.kind == "cuda" and _fits_words(storage, dtype, target) and not variant.is_transformed
+    count = 32 // storage.row.bits
+    apart = words and side == "k" and variant.value_source == "values" and variant.head_dim_main > 8 * count
+    parts = count if apart else 0
+    if storage.block:
+        return Reading(storage, dtype, "blocks", words, parts, scale_bytes=not has_fp8(target))
+    bits = storage.dtype.startswith("fp8") and not has_fp8(target)
+    return Reading(storage, dtype, "byte" if words or bits else "cast", words, parts)
+
+
+def _fits_words(storage: Storage, dtype: str, target: Target) -> bool:
+    """Whether PTX makes of words of stored numbers exactly what they are."""
+    if dtype not in ("bf16", "fp16"):
+        return False
     if storage.block:
         # A zero point may be any number, and a power of two none that fp16 has.
-        exact = not storage.zero_point and (storage.dtype != "mxfp4" or dtype == "bf16")
-        return Reading(storage, dtype, "blocks", assembly=fast and exact, scale_bytes=not has_fp8(target))
-    if storage.dtype == "int8" and fast:
-        return Reading(storage, dtype, "byte", assembly=True)
-    if storage.dtype.startswith("fp8") and not has_fp8(target):
-        return Reading(storage, dtype, "byte")
-    return Reading(storage, dtype, "cast")
+        return not storage.zero_point and (storage.dtype != "mxfp4" or dtype == "bf16")
+    return storage.dtype == "int8" or (storage.is_quantized and has_fp8(target))
 
 
 def _multiplies_fp8(variant: Variant, target: Target) -> bool:

@@ -34,6 +34,7 @@ class Row:
         dropout: only where weights are dropped (``True``), or wherever (``False``).
         score_pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept
             in shared memory as those of keys are.
+        kv_bits: most bits of a stored number of keys and of values; 0 fits all.
 
     A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, or of pages that tiles divide,
     with an unmasked loop.
@@ -53,6 +54,7 @@ class Row:
     table: bool = False
     dropout: bool = False
     score_pairs: bool = False
+    kv_bits: int = 0
 
 
 _HOPPER = ("sm90a", "sm100")
@@ -97,11 +99,15 @@ TRITON = (
     Row("prefill", 64, Tiles(64, 32, 8, 1), itemsize=4),
     Row("prefill", 128, Tiles(32, 32, 8, 1), itemsize=4),
     Row("prefill", 256, Tiles(32, 16, 8, 1), itemsize=4),
+    Row("prefill", 256, Tiles(32, 32, 8, 1), itemsize=4),
     Row("decode", 128, Tiles(32, 32, 4, 3), itemsize=2, archs=_HOPPER, group_size=17, transformed=True),
     Row("decode", 128, Tiles(16, 32, 4, 3), itemsize=2, archs=_HOPPER, transformed=True),
     Row("decode", 128, Tiles(16, 16, 4, 2), itemsize=2, archs=_CUDA, transformed=True),
     Row("decode", 256, Tiles(16, 16, 4, 1), itemsize=2, archs=_CUDA, transformed=True),
     Row("decode", 128, Tiles(64, 64, 4, 3), itemsize=2, archs=_AMPERE, group_size=33),
+    Row("decode", 128, Tiles(32, 32, 4, 6), itemsize=2, archs=("sm90a",), group_size=17, kv_bits=8),
+    Row("decode", 128, Tiles(16, 32, 1, 5, keys_first=True), itemsize=2, archs=("sm90a",), group_size=9, kv_bits=8),
+    Row("decode", 128, Tiles(8, 32, 1, 5, keys_first=True), itemsize=2, archs=("sm90a",), kv_bits=8),
     Row("decode", 128, Tiles(32, 32, 4, 6), itemsize=2, archs=_CUDA, group_size=17),
     Row("decode", 128, Tiles(16, 32, 4, 6), itemsize=2, archs=_CUDA),
     Row("decode", 256, Tiles(16, 32, 4, 4), itemsize=2, archs=_AMPERE),
@@ -114,6 +120,7 @@ TRITON = (
     Row("decode", 128, Tiles(16, 32, 4, 1)),
     Row("decode", 256, Tiles(16, 16, 8, 1)),
     Row("decode", 512, Tiles(16, 16, 8, 1)),
+    Row("decode", 512, Tiles(16, 32, 8, 1)),
     Row("append", 64, Tiles(16, 1, 4, 1)),
     Row("append", 128, Tiles(8, 1, 4, 1)),
     Row("append", 256, Tiles(4, 1, 4, 1)),
@@ -191,11 +198,15 @@ def choose_tiles(
     """
     table = CPP if backend == "cpp" else INTERPRET if target.kind == "interpret" else TRITON
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
+    stored_bits = max(variant.k_storage.row.bits, variant.v_storage.row.bits)
+    itemsize = max(DTYPES[variant.compute_dtype].itemsize, stored_bits // 8)
+    # Tiles of scales of blocks come out wrong of Triton 3.7 where they have 16 keys.
+    smallest = 32 if backend == "triton" and (variant.k_storage.block or variant.v_storage.block) else 0
     for row in table:
         if (
             row.schedule == schedule
             and head_dim <= row.head_dim
-            and row.itemsize in (0, DTYPES[variant.compute_dtype].itemsize)
+            and row.itemsize in (0, itemsize)
             and (not row.archs or target.arch in row.archs)
             and (rows or variant.group_size) >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
@@ -207,6 +218,8 @@ def choose_tiles(
             and row.dropout <= (variant.dropout > 0)
             and row.score_pairs <= variant.score_reads_pairs
             and row.tiles.maps <= (mappable and variant.page_size % row.tiles.kv == 0)
+            and (not row.kv_bits or stored_bits <= row.kv_bits)
+            and (row.tiles.kv >= smallest or schedule not in ("prefill", "decode"))
         ):
             return row.tiles
     raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")

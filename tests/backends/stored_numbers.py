@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,10 +50,11 @@ def _stored(storage: Storage, generator: torch.Generator) -> tuple[torch.Tensor,
     return data, scale.to(torch_dtype(DTYPES[storage.row.block_scale].name))
 
 
-def mismatches(target: str, dtype: str, device: str) -> list[str]:
+def mismatches(target: str | None, dtype: str, device: str, names: Iterable[str] = tuple(STORAGES)) -> list[str]:
     """Storages whose numbers a decode kernel, or a prefill kernel, reads otherwise than they are defined."""
     found = []
-    for name, fields in STORAGES.items():
+    for name in names:
+        fields = STORAGES[name]
         heads = ag.GQA(num_qo_heads=GROUP * HEADS, num_kv_heads=HEADS, head_dim=DIM)
         spec = ag.AttentionSpec(heads=heads, dtype=dtype, kv=ag.Contiguous(**fields), sm_scale=1.0)
         ops = ag.compile(spec, target=target, backend="triton", ops=())
