@@ -111,6 +111,11 @@ class Storage:
         return head_dim * self.row.bits / 8 + scales + (4 if self.scale == "token" else 0)
 
 
+def alignment_of(row_bytes: int) -> int:
+    """Bytes, 16 at most, of which addresses of rows of so many bytes are multiples."""
+    return min(row_bytes & -row_bytes, 16)
+
+
 def quantize(
     x: torch.Tensor, storage: Storage, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -18,9 +18,8 @@ from attngen.codegen.dialects import TritonDialect
 from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
-from attngen.dtypes import DTYPES
+from attngen.dtypes import DTYPES, alignment_of
 from attngen.errors import BuildError, UnsupportedError
-from attngen.ops.checks import alignment_of
 from attngen.schedule.plan import Arg, KernelPlan
 from attngen.schedule.reading import has_fp8, pointer_dtype
 from attngen.settings import Settings

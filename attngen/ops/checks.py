@@ -58,11 +58,6 @@ def check_tensor(
     return tensor
 
 
-def alignment_of(row_bytes: int) -> int:
-    """Bytes, 16 at most, of which addresses of rows of so many bytes are multiples."""
-    return min(row_bytes & -row_bytes, 16)
-
-
 def check_strides(name: str, tensor: torch.Tensor, alignment: int = 16) -> torch.Tensor:
     """Unit last stride; on a GPU also rows aligned to ``alignment`` bytes, which vector loads rely on."""
     if not has_unit_stride(tensor):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from attngen.dtypes import DTYPES, Storage
+from attngen.dtypes import DTYPES, Storage, alignment_of
 from attngen.errors import ArgumentError
-from attngen.ops.checks import alignment_of, check_strides, check_tensor, torch_dtype
+from attngen.ops.checks import check_strides, check_tensor, torch_dtype
 from attngen.variant import Variant
 
 # q, or of absorbed MLA (q_nope, q_pe).
