@@ -200,7 +200,7 @@ def choose_tiles(
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
     stored_bits = max(variant.k_storage.row.bits, variant.v_storage.row.bits)
     itemsize = max(DTYPES[variant.compute_dtype].itemsize, stored_bits // 8)
-    # With tiles of 16 keys, results on an H200 are wrong where numbers have scales of blocks; why is not known. With 32 they are right.
+    # With tiles of 16 keys results on an H200 were wrong where blocks have scales, for an unknown reason; with 32 they were right.
     smallest = 32 if backend == "triton" and (variant.k_storage.block or variant.v_storage.block) else 0
     for row in table:
         if (
