@@ -101,9 +101,9 @@ SAME_RESULT = {"page size", "storage"}
 EACH_CHANGE = pytest.mark.parametrize("change", CHANGES)
 
 
-def key(place: Place, spec: ag.AttentionSpec) -> str:
-    (kernel,) = place.compile(spec).op("prefill", torch.device(place.device)).kernels
-    return kernel.folder.parent.name
+def key(place: Place, spec: ag.AttentionSpec) -> list[str]:
+    kernels = place.compile(spec).op("prefill", torch.device(place.device)).kernels
+    return [kernel.folder.parent.name for kernel in kernels]
 
 
 def call(place: Place, meaning: Meaning) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ def tells_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 @EACH_CHANGE
 def test_c58_each_change_has_its_own_key_and_result(kernels: Place, change: str) -> None:
     first, second = CHANGES[change]
-    assert key(kernels, first.spec) != key(kernels, second.spec)
+    assert not set(key(kernels, first.spec)) & set(key(kernels, second.spec))
     results = zip(call(kernels, first), call(kernels, second), strict=True)
     assert any(tells_apart(*pair) for pair in results) == (change not in SAME_RESULT)
 
