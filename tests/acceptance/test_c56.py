@@ -23,8 +23,8 @@ def capabilities(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
     return found
 
 
-def digest(op: Op) -> list[str]:
-    return [kernel.folder.parent.name for kernel in op.kernels]
+def digest(op: Op) -> tuple[str, ...]:
+    return tuple(kernel.folder.parent.name for kernel in op.kernels)
 
 
 @pytest.mark.triton_compile
