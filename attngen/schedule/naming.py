@@ -9,7 +9,10 @@ from attngen.variant import Variant
 
 
 def entry_name(variant: Variant, op: str, schedule: str) -> str:
-    """``prefill_causal_window4095_gqa2_bf16_d256``; kernels of an op beyond its main one add their schedule's name."""
+    """``prefill_causal_window4095_gqa2_bf16_d256``; kernels of an op beyond its main one add their schedule's name.
+
+    Stored keys and values are named where they are not as q: ``decode_causal_gqa8_page16_kv_int4_bf16_d128``.
+    """
     if op == "append":
         parts = [op, *storage_labels(variant)]
     else:
@@ -21,6 +24,9 @@ def entry_name(variant: Variant, op: str, schedule: str) -> str:
         parts.append(f"page{variant.page_size}")
     elif variant.kv_layout == "ragged":
         parts.append("ragged")
+    labels = storage_labels(variant)
+    if op != "append" and labels != [variant.dtype]:
+        parts += ["kv", *labels] if len(labels) == 1 else labels
     dims = f"d{variant.head_dim_qk}"
     parts += [variant.dtype, dims if variant.head_dim_qk == variant.head_dim_vo else f"{dims}x{variant.head_dim_vo}"]
     return re.sub(r"[^A-Za-z0-9_]", "_", "_".join(parts))

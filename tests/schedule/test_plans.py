@@ -19,6 +19,11 @@ CPU, H200 = Target.parse("cpu:x86-64-v3"), Target.parse("cuda:sm90a")
     [
         ("mistral-7b", "prefill", [f"prefill{short}_causal_window4095_gqa4_bf16_d128" for short in SHORT]),
         ("qwen3-8b", "decode", ["decode_causal_gqa4_page16_bf16_d128", "decode_merge_causal_gqa4_page16_bf16_d128"]),
+        (
+            "llama3-70b-int4",
+            "decode",
+            [f"decode{merge}_causal_gqa8_page16_kv_int4_bf16_d128" for merge in ("", "_merge")],
+        ),
         ("llama3-70b", "prefill", [f"prefill{short}_causal_gqa8_ragged_bf16_d128" for short in SHORT]),
         ("gemma2-9b-global", "prefill", [f"prefill{short}_causal_softcap50_gqa2_bf16_d256" for short in SHORT]),
         ("falcon-7b", "prefill", [f"prefill{short}_causal_mqa71_bf16_d64" for short in SHORT]),
