@@ -71,6 +71,11 @@ DTYPES: dict[str, DType] = {
 }
 
 
+def widened(dtype: str) -> str:
+    """The dtype that numbers of a query's dtype are computed and given back in: bf16 for fp8, which holds too few bits."""
+    return "bf16" if DTYPES[dtype].largest else dtype
+
+
 @dataclass(frozen=True)
 class Storage:
     """How keys, or values, lie in memory.

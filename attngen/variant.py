@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attngen.dtypes import Storage
+from attngen.dtypes import Storage, widened
 from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.expr import SCORE, TRUE, Expr, K, Load, Q, coords
 from attngen.ir.loads import position_step
 from attngen.ir.params import Param
 from attngen.ir.simplify import simplify
-from attngen.spec import MLA, AttentionSpec, Heads, QKNorm, Rope, Softmax
+from attngen.spec import MLA, AttentionSpec, Heads, Paged, QKNorm, Rope, Softmax
 
 OpName = Literal["prefill", "decode", "backward", "append"]
 OPS: tuple[OpName, ...] = ("prefill", "decode", "backward", "append")
@@ -74,7 +74,7 @@ class Variant:
     @property
     def compute_dtype(self) -> str:
         """What stored keys and values are widened to where the hardware does not multiply them as they are."""
-        return "bf16" if self.dtype == "fp8_e4m3" else self.dtype
+        return widened(self.dtype)
 
     @property
     def head_dim_main(self) -> int:
@@ -212,9 +212,9 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         **place,
         q_layout="padded" if op == "decode" or kv_layout == "padded" else "ragged",
         kv_layout=kv_layout,
-        page_size=spec.kv.page_size if kv_layout == "paged" else 0,  # type: ignore[union-attr]
+        page_size=_page_size(spec, kv_layout),
         dtype=spec.dtype,
-        out_dtype=spec.out_dtype or ("bf16" if spec.dtype == "fp8_e4m3" else spec.dtype),
+        out_dtype=spec.out_dtype or widened(spec.dtype),
         k_storage=k_storage,
         v_storage=v_storage,
         mask=simplify(spec.mask.expr()),
@@ -239,13 +239,13 @@ def _append(
     rope: Rope | None,
 ) -> Variant:
     """New tokens, ragged, on their way into the cache; mask, score and normalizer have no part in it."""
-    dtype = "bf16" if spec.dtype == "fp8_e4m3" else spec.dtype
+    dtype = widened(spec.dtype)
     return Variant(
         num_qo_heads=place["num_kv_heads"],
         **place,
         q_layout="ragged",
         kv_layout=kv_layout,
-        page_size=spec.kv.page_size if kv_layout == "paged" else 0,  # type: ignore[union-attr]
+        page_size=_page_size(spec, kv_layout),
         dtype=dtype,
         out_dtype=dtype,
         k_storage=k_storage,
@@ -275,6 +275,10 @@ def _rotation(spec: AttentionSpec, op: OpName, kv_layout: Layout) -> Rope | None
     cached = op in ("decode", "append") or kv_layout == "paged"
     keys = "append" if cached and rope.keys == "append" else "load"
     return rope.model_copy(update={"dim": rope.dim or width, "keys": keys})
+
+
+def _page_size(spec: AttentionSpec, kv_layout: Layout) -> int:
+    return spec.kv.page_size if isinstance(spec.kv, Paged) and kv_layout == "paged" else 0
 
 
 def _plain(heads: Heads) -> dict[str, int]:

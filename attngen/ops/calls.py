@@ -12,9 +12,12 @@ from attngen.ops.checks import check_strides, check_tensor, check_writable, read
 from attngen.ops.op import Op, allocate_backward, allocate_forward
 from attngen.ops.storage import Extras
 from attngen.spec import AttentionSpec, Softmax
+from attngen.variant import Variant
 
 Params = Mapping[str, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+# out, lse and largest logits; empty where there are none or none are wanted.
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _OUT_AXES = "[..., num_qo_heads, head_dim_vo]"
 
 
@@ -48,6 +51,13 @@ def check_options(spec: AttentionSpec, *, tracked: bool, out: torch.Tensor | Non
         )
 
 
+def check_out(variant: Variant, q: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise for a buffer that does not fit the result of ``q``."""
+    shape = (*q.shape[:-1], variant.head_dim_vo)
+    check_tensor("out", out, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)
+    check_writable("out", out)
+
+
 def forward(
     op: Op,
     q: torch.Tensor,
@@ -68,9 +78,7 @@ def forward(
     variant = op.variant
     inputs = collect_inputs(variant, q, k, v, extras, params)
     if out is not None:
-        shape = (*q.shape[:-1], variant.head_dim_vo)
-        check_tensor("out", out, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)
-        check_writable("out", out)
+        check_out(variant, q, out)
     result, lse, largest = allocate_forward(op, inputs, out, want_max=want_max)
     if result.numel():
         op.forward(inputs, result, lse, largest, partial=partial)

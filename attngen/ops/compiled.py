@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops import append, calls, torch_library
-from attngen.ops.calls import Gradients, Params
+from attngen.ops.calls import Gradients, Params, Rows
 from attngen.ops.checks import torch_dtype
 from attngen.ops.mixed import PrefixPrefill
 from attngen.ops.op import Op
@@ -22,7 +22,6 @@ from attngen.spec import AttentionSpec, Softmax
 from attngen.variant import OPS, OpName, Variant, normalize
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 LOG2_E = 1.4426950408889634
 
 
@@ -116,6 +115,13 @@ class CompiledSpec:
             )
         self.check_rows(return_lse=return_lse, return_max=return_max)
         given = self.with_defaults(params)
+        if key_indices is not None and prefix is not None:
+            raise ArgumentError(
+                "kv_cache has no meaning beside key_indices",
+                where="kv_cache",
+                why="listed keys are all in the paged cache that is passed as k",
+                fix="append new tokens to the cache first, and leave kv_cache out",
+            )
         if key_indices is not None:
             found = self._over_listed(
                 name, q, k, v, key_indices, extras, given, out, partial=partial, want_max=return_max
@@ -125,9 +131,8 @@ class CompiledSpec:
         if prefix is not None:
             found = self._over_prefix(q, k, v, prefix, extras, given, out, partial=partial, want_max=return_max)
             return chosen(found, lse_base, return_lse=return_lse, return_max=return_max)
-        one_token = name == "decode" and _dims(q) == 3
+        q, one_token = _of_one_token(q) if name == "decode" else (q, False)
         if one_token:
-            q = q.unsqueeze(1) if isinstance(q, torch.Tensor) else (q[0].unsqueeze(1), q[1].unsqueeze(1))
             out = out.unsqueeze(1) if isinstance(out, torch.Tensor) else out
             if isinstance(given.get(variant.gate or ""), torch.Tensor):
                 given[variant.gate or ""] = given[variant.gate or ""].unsqueeze(1)
@@ -159,15 +164,19 @@ class CompiledSpec:
         partial: bool,
         want_max: bool,
     ) -> Rows:
+        variant = self.variant("prefill")
         if self._prefix_prefill is None:
 
             def part(spec: AttentionSpec) -> CompiledSpec:
                 return type(self)(spec, self._resolve.beside(spec), self._scope)
 
-            self._prefix_prefill = PrefixPrefill(self.spec, self.variant("prefill"), part)
+            self._prefix_prefill = PrefixPrefill(self.spec, variant, part)
         calls.check_options(self.spec, tracked=_tracked(q, k, v, *params.values()), out=out, partial=partial)
         result, lse, largest = self._prefix_prefill(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
-        return result if out is None else out.copy_(result), lse, largest
+        if out is not None:
+            calls.check_out(variant, result, out)
+            result = out.copy_(result)
+        return result, lse, largest
 
     def _over_listed(
         self,
@@ -188,16 +197,16 @@ class CompiledSpec:
             spec = gathering_spec(self.spec, variant)
             self._gathering = type(self)(spec, self._resolve.beside(spec), self._scope)
         calls.check_options(self.spec, tracked=_tracked(q, cache, v, *params.values()), out=out, partial=partial)
-        one_token = name == "decode" and _dims(q) == 3
+        q, one_token = _of_one_token(q) if name == "decode" else (q, False)
         if one_token:
-            q = q.unsqueeze(1) if isinstance(q, torch.Tensor) else (q[0].unsqueeze(1), q[1].unsqueeze(1))
             key_indices = key_indices.unsqueeze(1)
         found = attend_listed(
             self._gathering,
             variant if name == "decode" else replace(variant, q_layout="ragged"),
-            self.spec.kv,  # type: ignore[arg-type] # paged, as gathering_spec has checked
+            self.spec.kv,
             q,
             cache,
+            v,
             key_indices,
             extras,
             params,
@@ -205,7 +214,10 @@ class CompiledSpec:
             partial=partial,
         )
         result, lse, largest = (x.squeeze(1) if one_token and x.dim() > 1 else x for x in found)
-        return result if out is None else out.copy_(result), lse, largest
+        if out is not None:
+            calls.check_out(variant, result, out)
+            result = out.copy_(result)
+        return result, lse, largest
 
     def variant(self, name: OpName) -> Variant:
         """What an op computes."""
@@ -293,9 +305,15 @@ def chosen(found: Rows, lse_base: str, *, return_lse: bool, return_max: bool) ->
     return (out, *rows) if rows else out
 
 
-def _dims(q: object) -> int:
-    first = q[0] if isinstance(q, (tuple, list)) and q else q
-    return first.dim() if isinstance(first, torch.Tensor) else 0
+def _of_one_token(q: Any) -> tuple[Any, bool]:
+    """q with a dim of tokens, and whether it came without one: ``[batch, heads, dim]``, or a pair of such."""
+    if isinstance(q, torch.Tensor):
+        return (q.unsqueeze(1), True) if q.dim() == 3 else (q, False)
+    if not isinstance(q, (tuple, list)):
+        return q, False
+    if len(q) == 2 and all(isinstance(x, torch.Tensor) and x.dim() == 3 for x in q):
+        return (q[0].unsqueeze(1), q[1].unsqueeze(1)), True
+    return q, False
 
 
 def _tracked(*inputs: object) -> bool:

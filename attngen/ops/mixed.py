@@ -14,6 +14,7 @@ import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.expr import Coord
+from attngen.ops.calls import Rows
 from attngen.ops.checks import check_indptr, check_tensor, torch_dtype
 from attngen.ops.merge import merge_states
 from attngen.ops.storage import Cache, Extras, Query, unpack
@@ -22,8 +23,6 @@ from attngen.variant import Variant
 
 if TYPE_CHECKING:
     from attngen.ops.compiled import CompiledSpec
-
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PrefixPrefill:
@@ -65,6 +64,8 @@ class PrefixPrefill:
                 why="beside a prefix they are passed as the projection wrote them",
                 fix="pass k and v [nnz_kv, num_kv_heads, head_dim], and the cache as kv_cache=",
             )
+        allowed = {"qo_indptr", "kv_indptr", "page_table", "kv_lens", "q_offset"}
+        given.reject_other_than(allowed, "ragged keys beside a paged prefix", frozenset())
         qo_indptr = check_indptr("qo_indptr", given.qo_indptr, q.shape[0], q.device, read=False)
         kv_indptr = check_indptr("kv_indptr", given.kv_indptr, k.shape[0], q.device, read=False)
         lens = check_tensor(

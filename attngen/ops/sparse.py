@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.evaluate import evaluate
 from attngen.ir.expr import coords
 from attngen.masks import Full
+from attngen.ops.calls import Rows
 from attngen.ops.checks import check_index, check_indptr, check_tensor
 from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.spec import AttentionSpec, Paged
@@ -23,8 +24,6 @@ from attngen.variant import Variant
 
 if TYPE_CHECKING:
     from attngen.ops.compiled import CompiledSpec
-
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def gathering_spec(spec: AttentionSpec, variant: Variant) -> AttentionSpec:
@@ -71,9 +70,10 @@ def gathering_spec(spec: AttentionSpec, variant: Variant) -> AttentionSpec:
 def attend_listed(
     gathering: CompiledSpec,
     variant: Variant,
-    kv_spec: Paged,
+    kv_spec: Any,
     q: Query,
     cache: Cache,
+    v: Cache | None,
     key_indices: torch.Tensor,
     given: Extras,
     params: Mapping[str, torch.Tensor],
@@ -90,8 +90,10 @@ def attend_listed(
         key_indices: int32 ``[batch, qo_len, top_k]`` or ``[nnz_q, top_k]``: positions of keys in the request, each once; negative
             ones, and those beyond its keys, are skipped.
     """
-    query, k, v, given = unpack(variant, kv_spec, q, cache, None, given)
+    query, k, v, given = unpack(variant, kv_spec, q, cache, v, given)
     lead, device = query.shape[:-2], query.device
+    allowed = {"page_table", "kv_lens", "q_offset", "qo_lens" if len(lead) > 1 else "qo_indptr"}
+    given.reject_other_than(allowed, "listed keys of a paged cache", frozenset())
     index = check_tensor(
         "key_indices", key_indices, dtype="i32", shape=(*lead, None), axes="[..., top_k]", device=device
     ).reshape(lead.numel(), -1)
@@ -105,7 +107,7 @@ def attend_listed(
     }
     kept = (index >= 0) & (index < kv_len[request]) & evaluate(variant.mask, env, dict(params), torch.float32)
     kept = kept & (q_pos != torch.iinfo(torch.int32).max)
-    slots = _slots(kv_spec, given, k, torch.where(kept, index, 0), request)
+    slots = _slots(variant.page_size, given, k, torch.where(kept, index, 0), request)
     # Kept entries close up: each goes to its number among them, the others to a column that is cut off.
     top_k = index.shape[1]
     place = torch.where(kept, kept.cumsum(-1) - 1, top_k)
@@ -175,12 +177,11 @@ def _requests(
     return request[:, None], qo_len, kv_len, q_pos.to(torch.int32)[:, None]
 
 
-def _slots(kv_spec: Paged, given: Extras, k: torch.Tensor, index: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
+def _slots(size: int, given: Extras, k: torch.Tensor, index: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
     """Numbers of tokens in :func:`_by_token`'s view, int32, in the shape of ``index``."""
     table = check_tensor(
         "page_table", given.page_table, dtype="i32", shape=(None, None), axes="[batch, max_pages]", device=k.device
     )
-    size = kv_spec.page_size
     page = table[request, (index // size).long()]
     return page * _tokens_between_pages(k) + index % size
 

@@ -22,6 +22,10 @@ Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Cache = torch.Tensor | tuple[Any, ...]
 
 
+# Positions and random streams have a meaning in every storage.
+EVERYWHERE = frozenset({"q_offset", "kv_offset", "seed", "offset"})
+
+
 @dataclass(frozen=True)
 class Extras:
     """The optional tensors of a call beside q, k, v and parameters: lengths and indices, random stream, scales, and further parts
@@ -47,10 +51,10 @@ class Extras:
     v_blocks: torch.Tensor | None = None
     k_pe_blocks: torch.Tensor | None = None
 
-    def reject_other_than(self, allowed: set[str], storage: str) -> None:
-        """Raise for a length or index tensor that has no meaning for this storage."""
-        for field in fields(self)[:7]:
-            if getattr(self, field.name) is not None and field.name not in allowed:
+    def reject_other_than(self, allowed: set[str], storage: str, everywhere: frozenset[str] = EVERYWHERE) -> None:
+        """Raise for a length, index or random stream that is neither ``allowed`` nor has a meaning ``everywhere``."""
+        for field in fields(self)[:11]:
+            if getattr(self, field.name) is not None and field.name not in allowed | everywhere:
                 raise ArgumentError(
                     f"{field.name} has no meaning here",
                     where=field.name,
@@ -100,7 +104,7 @@ def _queries(variant: Variant, q: Query) -> tuple[torch.Tensor, torch.Tensor | N
     padded = variant.q_layout == "padded"
     lead = (None, None, variant.num_qo_heads) if padded else (None, variant.num_qo_heads)
     names = "[batch, qo_len, num_qo_heads, " if padded else "[nnz_q, num_qo_heads, "
-    pe, wide = variant.head_dim_pe, variant.head_dim_qk - variant.head_dim_pe
+    pe, wide = variant.head_dim_pe, variant.head_dim_main
     if not pe:
         check_tensor("q", q, dtype=variant.dtype, shape=(*lead, wide), axes=f"{names}head_dim_qk]")
         assert isinstance(q, torch.Tensor)
@@ -199,8 +203,7 @@ class _Form:
                     why="the values of absorbed MLA are columns of its keys",
                     fix="leave it out",
                 )
-        pe = variant.head_dim_pe
-        wide = variant.head_dim_qk - pe
+        pe, wide = variant.head_dim_pe, variant.head_dim_main
         joined = isinstance(cache, torch.Tensor) or (storage.block > 0 and isinstance(cache[0], torch.Tensor))
         if joined:
             data, blocks = self.member("kv_cache", cache, storage, variant.head_dim_qk)

@@ -87,3 +87,18 @@ def test_what_cannot_be_merged_is_refused() -> None:
     for spec, why in ((tree, "have a length each"), (dense, "declare kv=ag.Paged")):
         with pytest.raises(ag.UnsupportedError, match=why):
             ag.compile(spec, backend="reference").prefill(q, q[:, :2], q[:, :2], kv_cache=(q, q))
+
+
+def test_what_a_prefix_gives_no_meaning_is_refused() -> None:
+    spec = ag.AttentionSpec(heads=HEADS, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(page_size=16))
+    cache, q, k = torch.randn(3, 2, 16, 2, 64), torch.randn(2, 4, 64), torch.randn(2, 2, 64)
+    given = {"kv_cache": cache, "qo_indptr": i32(0, 2), "kv_indptr": i32(0, 2), "page_table": i32(1).view(1, 1)}
+    prefill = ag.compile(spec, backend="reference").prefill
+    prefill(q, k, k, kv_lens=i32(5), **given)
+    for extra, what in (
+        ({"kv_offset": i32(0)}, "kv_offset has no meaning here"),
+        ({"seed": torch.zeros(1, dtype=torch.int64)}, "seed has no meaning here"),
+        ({"out": torch.empty(1, 4, 64)}, "out has shape"),
+    ):
+        with pytest.raises(ag.ArgumentError, match=what):
+            prefill(q, k, k, kv_lens=i32(5), **given, **extra)

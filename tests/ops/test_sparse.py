@@ -119,3 +119,24 @@ def test_lists_need_pages_and_keys_without_positions() -> None:
     ):
         with pytest.raises(ag.UnsupportedError, match=why):
             ag.compile(spec, backend="reference").decode(q, cache, key_indices=index)
+
+
+def test_what_lists_give_no_meaning_is_refused() -> None:
+    spec = ag.AttentionSpec(heads=GQA, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(page_size=PAGE))
+    cache = torch.randn(3, 2, PAGE, 2, 64)
+    q, index = torch.randn(2, 4, 64), torch.zeros(2, 3, dtype=torch.int32)
+    pages = {"page_table": i32([[0], [1]]), "kv_lens": i32([4, 2])}
+    decode = ag.compile(spec, backend="reference").decode
+    decode(q, cache, key_indices=index, **pages)
+    for extra, what in (
+        ({"v": cache}, "v is given beside a paged cache"),
+        ({"kv_offset": i32([0, 0])}, "kv_offset has no meaning here"),
+        ({"kv_indices": i32([0, 1])}, "kv_indices has no meaning here"),
+        ({"out": torch.empty(2, 4, 64).half()}, "out has dtype torch.float16"),
+        ({"out": torch.empty(1, 4, 64)}, "out has shape"),
+    ):
+        with pytest.raises(ag.ArgumentError, match=what):
+            decode(q, cache, key_indices=index, **pages, **extra)
+    prefill = ag.compile(spec, backend="reference").prefill
+    with pytest.raises(ag.ArgumentError, match="kv_cache has no meaning beside key_indices"):
+        prefill(q, cache, key_indices=index, kv_cache=cache, qo_indptr=i32([0, 1, 2]), **pages)
