@@ -118,7 +118,7 @@ def list_specs() -> None:
         backend = registry.backend(name)
         built = [str(Target(kind, arch)) for kind, archs in targets.items() for arch in archs]  # type: ignore[arg-type]
         kinds = () if backend is None else backend.kinds
-        shown = [target for target in built if target.partition(":")[0] in kinds]
+        shown = [target for target in built if target in kinds or target.partition(":")[0] in kinds]
         table.add_row(name, ", ".join(shown) or "wherever torch runs; builds nothing")
     console.print(table)
 

@@ -56,7 +56,7 @@ def compile(  # noqa: A001 - the name of the public contract
         target: ``cpu``, ``cuda:sm90a``, ``hip:gfx942``, ``interpret``, ...: build ahead of time for it, no such device needed.
             When omitted, each call compiles for the device of its tensors on first need.
         ops: what to build now; with a target, every op the spec has by default; without one, nothing before the first call.
-        backend: ``reference``, ``cpp`` or ``triton``; the fastest that serves the target by default (``ATTNGEN_BACKEND``).
+        backend: ``reference``, ``cpp``, ``triton`` or ``cuda``; by default ``ATTNGEN_BACKEND``, else the fastest for the target.
         progress: called with a line before each build.
 
     Raises:
@@ -112,28 +112,27 @@ def render_kernel(plan: KernelPlan) -> RenderedKernel:
 
 def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None) -> Op:
     """Render, build or find, and bind the kernels of one op; kernels that must be built are built side by side."""
-    toolchain = get_backend(plan.backend)
-    if toolchain is None:
-        return Op(plan, None, ())
+    if not plan.kernels:
+        return Op(plan, ())
     settings = Settings.from_env()
     store = Store.from_settings(settings)
 
     def build(kernel: KernelPlan) -> BuiltKernel:
-        rendered = render_kernel(kernel)
+        rendered, toolchain = render_kernel(kernel), _toolchain(kernel.backend)
         artifact = store.find(rendered, toolchain.fingerprint(rendered.target))
         if settings.debug:
             _show(settings.debug, kernel, rendered, artifact)
         if artifact is None:
             if progress is not None:
                 progress(f"{kernel.entry} for {kernel.target}")
-            about = {"spec": spec.name or "", "op": plan.op, "backend": plan.backend, "explain": _explain(spec, plan)}
+            about = {"spec": spec.name or "", "op": plan.op, "backend": kernel.backend, "explain": _explain(spec, plan)}
             artifact = store.get_or_build(rendered, toolchain, about)
         return BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata)
 
     if len(plan.kernels) == 1:
-        return Op(plan, toolchain, [build(plan.kernels[0])])
+        return Op(plan, [build(plan.kernels[0])])
     with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
-        return Op(plan, toolchain, list(pool.map(build, plan.kernels)))
+        return Op(plan, list(pool.map(build, plan.kernels)))
 
 
 def _show(level: int, plan: KernelPlan, rendered: RenderedKernel, artifact: Artifact | None) -> None:

@@ -26,7 +26,7 @@ class Backend(Toolchain, Protocol):
         name: also the folder's name under ``templates/``.
         suffix: of source files.
         dialect: spelling of expressions.
-        kinds: target kinds it builds for.
+        kinds: target kinds, or single targets, that it builds for.
     """
 
     name: str

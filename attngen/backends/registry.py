@@ -6,11 +6,12 @@ from functools import cache
 
 from attngen.backends.base import Backend
 from attngen.backends.cpp import CppBackend
+from attngen.backends.cuda import CudaBackend
 from attngen.backends.triton import TritonBackend
 from attngen.errors import UnsupportedError
 from attngen.target import Target
 
-_CLASSES = (CppBackend, TritonBackend)
+_CLASSES: tuple[type[Backend], ...] = (CppBackend, CudaBackend, TritonBackend)  # the faster ones of a target first
 NAMES = ("reference", *(cls.name for cls in _CLASSES))
 
 
@@ -31,6 +32,15 @@ def backend(name: str) -> Backend | None:
     )
 
 
+def builds_for(name: str, target: Target) -> bool:
+    """Whether the backend called ``name`` makes kernels for the target."""
+    toolchain = backend(name)
+    return toolchain is not None and (target.kind in toolchain.kinds or str(target) in toolchain.kinds)
+
+
+@cache
 def default_backend(target: Target) -> str:
-    """The fastest backend that builds for the target's kind."""
-    return next(cls.name for cls in _CLASSES if target.kind in cls.kinds)
+    """The fastest backend that builds for the target, of those whose toolchain is here if any is."""
+    serving = [name for name in NAMES if builds_for(name, target)]
+    present = (name for name in serving if (found := backend(name)) and found.fingerprint(target) is not None)
+    return next(present, serving[0])

@@ -1,4 +1,7 @@
-"""How expressions are spelled in Triton and in C++. Helper functions named here are defined in the templates' math partials."""
+"""How expressions are spelled in Triton, in C++ and in CUDA C++.
+
+Helper functions named here are defined in the templates' math partials.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,7 @@ class CppDialect(Dialect):
         },
     }
     _TYPES: ClassVar = {"i32": "int32_t", "f32": "float", "bool": "bool"}
+    _INFINITY: ClassVar = "__builtin_inff()"
 
     def constant(self, value: bool | int | float) -> str:
         if isinstance(value, bool):
@@ -81,7 +85,7 @@ class CppDialect(Dialect):
         if isinstance(value, int):
             return str(value) if value != -(2**31) else "INT32_MIN"
         text = float32_literal(value)
-        return text.replace("inf", "__builtin_inff()") if "inf" in text else f"{text}f"
+        return text.replace("inf", self._INFINITY) if "inf" in text else f"{text}f"
 
     def call(self, function: str, *operands: str) -> str:
         if function == "select":
@@ -101,3 +105,9 @@ class CppDialect(Dialect):
         text = f"{convert}({param.symbol}[{offset}])" if convert else f"{param.symbol}[{offset}]"
         zero = {"i32": "0", "u8": "0", "bool": "false"}.get(param.dtype, "0.0f")
         return f"({valid} ? {text} : {zero})" if valid else text
+
+
+class CudaDialect(CppDialect):
+    """CUDA C++ of NVRTC: the same with other helpers behind the names."""
+
+    _INFINITY: ClassVar = "INFINITY"

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from attngen.backends import reference
-from attngen.backends.base import Backend, Batch, Inputs, Launch
+from attngen.backends import reference, registry
+from attngen.backends.base import Batch, Inputs, Launch
 from attngen.ops.binding import Value, Values, input_values, map_values, ordered, tensor_values
 from attngen.ops.checks import torch_dtype
 from attngen.ops.param_sums import ParamSums
@@ -39,10 +39,9 @@ class BuiltKernel:
 class Op:
     """One callable op on one target. Kernels load on first use, once a device."""
 
-    def __init__(self, plan: OpPlan, backend: Backend | None, kernels: Sequence[BuiltKernel]) -> None:
+    def __init__(self, plan: OpPlan, kernels: Sequence[BuiltKernel]) -> None:
         self.plan = plan
         self.kernels = tuple(kernels)
-        self._backend = backend
         self._loaded: dict[torch.device, dict[str, tuple[KernelPlan, Launch]]] = {}
         self._lock = threading.Lock()
 
@@ -57,16 +56,9 @@ class Op:
         if loaded is None:
             with self._lock:
                 loaded = self._loaded.get(device)
-                if loaded is None and self._backend is not None:
-                    loaded = {
-                        kernel.plan.role: (
-                            kernel.plan,
-                            self._backend.load(kernel.binary, kernel.metadata, kernel.plan, device),
-                        )
-                        for kernel in self.kernels
-                    }
+                if loaded is None:
+                    loaded = {kernel.plan.role: (kernel.plan, _launch(kernel, device)) for kernel in self.kernels}
                     self._loaded[device] = loaded
-        assert loaded is not None
         return loaded
 
     def forward(
@@ -204,6 +196,12 @@ class Op:
         }
         launch(num_lists, ordered(plan, input_values(inputs) | lists | {"num_tiles": tiles}, device))
         return lists
+
+
+def _launch(kernel: BuiltKernel, device: torch.device) -> Launch:
+    toolchain = registry.backend(kernel.plan.backend)
+    assert toolchain is not None  # kernels are made by one
+    return toolchain.load(kernel.binary, kernel.metadata, kernel.plan, device)
 
 
 def tiles_of(tile: int, batch: int, padded_len: int, rows: int, layout: str) -> int:

@@ -42,10 +42,11 @@ class Tiles:
     Attributes:
         q: rows (query tokens, or tokens times packed heads) a tile.
         kv: keys a tile.
-        num_warps, num_stages: Triton's; 0 where a backend has no such thing.
+        num_warps, num_stages: warps of a block, and tiles of keys in flight; 0 where a backend has no such thing.
         max_registers: most registers a thread may have; 0 leaves them to the assembler.
         maps: keys and values come by tensor maps.
         keys_first: products are of keys with queries and of values with weights, in this order: then a tile may have 8 rows.
+        blocks: blocks that share a multiprocessor, at least; bounds the registers of CUDA kernels.
     """
 
     q: int
@@ -55,6 +56,7 @@ class Tiles:
     max_registers: int = 0
     maps: bool = False
     keys_first: bool = False
+    blocks: int = 1
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Literal
 from attngen.dtypes import Storage
 from attngen.ir.expr import FALSE, TRUE, Compare, Const, Expr, H, K, Select, Size, and_, coords, select
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
+from attngen.schedule import hopper
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
 from attngen.schedule.plan import Arg, KernelPlan, Tiles
@@ -41,12 +42,15 @@ def plan_kernel(
     """A kernel's plan.
 
     Args:
+        backend: of the op; kernels that the cuda backend does not serve are Triton's.
         packed: query heads of a group share a tile, so bounds may not depend on the head.
         split: keys are divided among programs.
         tiles: tile sizes; the table's choice when omitted.
         gradients: how it sums parameter gradients.
         serves: requests of which lengths.
     """
+    if backend == "cuda" and not hopper.serves(variant, schedule, packed=packed, requests=serves):
+        backend = "triton"
     lists = has_lists(variant) and not packed and schedule not in ("merge", "delta")
     per_head = not packed and (schedule != "dkdv" or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)

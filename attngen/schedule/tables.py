@@ -163,6 +163,14 @@ TRITON = (
     Row("dq", 256, Tiles(16, 16, 8, 1)),
 )
 
+# Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
+# bytes in flight the same.
+CUDA = (
+    Row("decode", 128, Tiles(8, 32, 4, 3, blocks=4), archs=("sm90a",), kv_bits=4),
+    Row("decode", 128, Tiles(8, 16, 4, 4, blocks=4), archs=("sm90a",)),
+    Row("decode", 256, Tiles(8, 16, 4, 3, blocks=2), archs=("sm90a",)),
+)
+
 INTERPRET = (
     Row("prefill", 256, Tiles(64, 64, 4, 1)),
     Row("decode", 512, Tiles(16, 64, 4, 1)),
@@ -196,7 +204,7 @@ def choose_tiles(
         mappable: whether the kernel can use tensor maps.
         rows: packed rows of a request, for rows of the table that ask for a ``group_size``; that of the variant by default.
     """
-    table = CPP if backend == "cpp" else INTERPRET if target.kind == "interpret" else TRITON
+    table = {"cpp": CPP, "cuda": CUDA}.get(backend) or (INTERPRET if target.kind == "interpret" else TRITON)
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
     stored_bits = max(variant.k_storage.row.bits, variant.v_storage.row.bits)
     itemsize = max(DTYPES[variant.compute_dtype].itemsize, stored_bits // 8)
@@ -226,5 +234,5 @@ def choose_tiles(
 
 
 def padded(head_dim: int, backend: str) -> int:
-    """The head dim as the backend tiles it: Triton needs powers of two, C++ takes it as it is."""
-    return head_dim if backend == "cpp" else max(16, 1 << (head_dim - 1).bit_length())
+    """The head dim as the backend tiles it: Triton needs powers of two, the others take it as it is."""
+    return head_dim if backend in ("cpp", "cuda") else max(16, 1 << (head_dim - 1).bit_length())

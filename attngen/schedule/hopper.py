@@ -1,0 +1,95 @@
+"""Which kernels of an op the cuda backend makes, and what they need of a multiprocessor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.dtypes import DTYPES, Storage
+from attngen.schedule.plan import KernelPlan
+from attngen.variant import Variant
+
+ARCH = "sm90a"
+_MAX_PACKED_ROWS = 0
+_COPY = 16  # bytes that a thread copies at a time
+
+
+def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> bool:
+    """Whether the cuda backend has a kernel of this schedule for the variant; else Triton's runs in its place.
+
+    Args:
+        packed, requests: ``packed`` and ``serves`` of the plan.
+    """
+    return schedule == "forward" and packed and requests == "all" and _serves_packed(variant)
+
+
+def _serves_packed(variant: Variant) -> bool:
+    """Rows of a group that share their keys, in decode."""
+    storages = (variant.k_storage, variant.v_storage)
+    return (
+        variant.is_softmax
+        and variant.compute_dtype in ("bf16", "fp16")
+        and not variant.is_transformed
+        and not variant.dropout
+        and variant.value_source == "values"
+        and not variant.head_dim_pe
+        and variant.group_size <= _MAX_PACKED_ROWS
+        and any(storage.is_quantized for storage in storages)
+        and all(storage.dtype != "fp32" for storage in storages)
+        and all(dim % 64 == 0 and dim <= 256 for dim in (variant.head_dim_qk, variant.head_dim_vo))
+        and all(
+            _fits_copies(storage, dim)
+            for storage, dim in zip(storages, (variant.head_dim_qk, variant.head_dim_vo), strict=True)
+        )
+    )
+
+
+def _fits_copies(storage: Storage, head_dim: int) -> bool:
+    """Whether block scales of a token come in pieces of 4 bytes or more, the least that is copied without registers."""
+    return block_bytes(storage, head_dim) % 4 == 0
+
+
+def block_bytes(storage: Storage, head_dim: int) -> int:
+    """Bytes of a token's block scales."""
+    if not storage.block:
+        return 0
+    return head_dim // storage.block * (2 if storage.zero_point else 1) * DTYPES[storage.row.block_scale].itemsize
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A tile of keys and values of one warp in shared memory: bytes a row of each part, which lie in this order.
+
+    Rows of numbers are a copy longer than they need to be, so that rows side by side begin in other banks.
+    """
+
+    rows: int
+    keys: int
+    values: int
+    key_blocks: int
+    value_blocks: int
+    key_scales: int
+    value_scales: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole tile, aligned."""
+        row = self.keys + self.values + self.key_blocks + self.value_blocks + self.key_scales + self.value_scales
+        return -(-self.rows * row // _COPY) * _COPY
+
+
+def stage(plan: KernelPlan) -> Stage:
+    """What a warp of a kernel over packed rows holds of a tile."""
+    variant = plan.variant
+    sides = ((variant.k_storage, variant.head_dim_qk), (variant.v_storage, variant.head_dim_vo))
+    numbers = [dim * storage.row.bits // 8 + _COPY for storage, dim in sides]
+    blocks = [block_bytes(storage, dim) for storage, dim in sides]
+    scales = [4 if storage.scale == "token" else 0 for storage, _ in sides]
+    return Stage(plan.tiles.kv, *numbers, *blocks, *scales)
+
+
+def launch_shape(plan: KernelPlan) -> tuple[int, int]:
+    """Threads of a block, and bytes of its dynamic shared memory."""
+    tiles = plan.tiles
+    # After the loop, the same memory holds the results of all warps: out and, for each row, maximum and sum.
+    results = tiles.num_warps * tiles.q * (plan.variant.head_dim_vo + 4 + 2) * 4
+    return 32 * tiles.num_warps, max(tiles.num_warps * tiles.num_stages * stage(plan).bytes, results)
