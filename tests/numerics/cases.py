@@ -7,22 +7,9 @@ from dataclasses import replace
 from itertools import cycle
 
 import attngen as ag
+from tests.numerics.axes import DECODE_LENS, GROUPS, LENS, MASKS, declare
 from tests.numerics.harness import Case
-
-
-@ag.mask_mod
-def same_parity(b, h, q, k):
-    return (q - k) % 2 == 0
-
-
-@ag.mask_mod
-def sinks_or_near(b, h, q, k):
-    return (k < 3) | (abs(q - k) <= 9)
-
-
-@ag.mask_mod
-def same_block(b, h, q, k, block: ag.Tensor("batch", dtype="i32")):
-    return q // 24 == (k + block[b]) // 24
+from tests.numerics.stored_cases import latent_cases, stored_cases
 
 
 @ag.score_mod
@@ -33,18 +20,6 @@ def distance_bias(score, b, h, q, k, slopes: ag.Tensor("num_qo_heads")):
 @ag.score_mod
 def per_key_bias(score, b, h, q, k, bias: ag.Tensor(48), gain: ag.Tensor("batch", "num_qo_heads")):
     return score * (1.0 + 0.1 * gain[b, h]) + bias[k]
-
-
-MASKS = {
-    "full": ag.Full(),
-    "causal": ag.Causal(),
-    "window": ag.Causal() & ag.SlidingWindow(left=17),
-    "band": ag.SlidingWindow(left=5, right=11),
-    "anticausal": ~ag.Causal(),
-    "parity": ag.Causal() & same_parity,
-    "sinks": ag.Causal() & sinks_or_near,
-    "either": ag.SlidingWindow(left=3) | same_block,
-}
 
 
 @ag.score_mod
@@ -123,13 +98,6 @@ SPELLINGS = (
         "(abs(score) + 0.5) ** 1.5 + (q + 1) * 0.1 ** 2 + where(score >= 0.0, 1, 0)",
     ),
 )
-# Empty requests, one token, more queries than keys, no multiples of a tile.
-LENS = (
-    ((37, 0, 1, 9, 70), (37, 0, 5, 3, 70)),
-    ((65, 3, 33), (130, 3, 0)),
-    ((12, 12), (77, 77)),
-)
-DECODE_LENS = (((1, 1, 1, 1), (1, 63, 0, 200)), ((3, 3), (5, 131)), ((1, 1), (1300, 40)))
 HEAD_DIMS = (
     (16, 16),
     (40, 40),
@@ -144,7 +112,6 @@ HEAD_DIMS = (
     (256, 256),
     (40, 72),
 )
-GROUPS = ((2, 2), (3, 1), (10, 2), (7, 1), (24, 2), (6, 2))
 STORAGE = (
     ag.Contiguous(),
     ag.Ragged(),
@@ -165,18 +132,11 @@ def corpus(dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> list[Case]:
         _normalizer_cases,
         _transform_cases,
         _dropout_cases,
-        _stored_cases,
-        _latent_cases,
+        stored_cases,
+        latent_cases,
         _shipped_cases,
     )
     return [case for group in groups for case in group(dtypes)]
-
-
-def _spec(heads: tuple[int, int], dims: tuple[int, int], **fields: object) -> ag.AttentionSpec:
-    qo, kv = heads
-    return ag.AttentionSpec(
-        heads=ag.GQA(num_qo_heads=qo, num_kv_heads=kv, head_dim=dims[0], head_dim_vo=dims[1]), **fields
-    )
 
 
 def _ops(name: str, spec: ag.AttentionSpec, index: int, **options: object) -> Iterator[Case]:
@@ -200,13 +160,13 @@ def _mask_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     dtype = cycle(dtypes)
     for index, (name, mask) in enumerate(MASKS.items()):
         kv = (ag.Contiguous(), ag.Ragged())[index % 2]
-        yield from _ops(f"mask-{name}", _spec((4, 2), (64, 64), mask=mask, kv=kv, dtype=next(dtype)), index)
+        yield from _ops(f"mask-{name}", declare((4, 2), (64, 64), mask=mask, kv=kv, dtype=next(dtype)), index)
     for index, (name, mods) in enumerate(SCORES.items()):
         full = name == "undefined-at-0"
         mask = ag.Full() if full else (ag.Causal(), ag.Full(), MASKS["window"])[index % 3]
         kv = (ag.Ragged(), ag.Contiguous())[index % 2]
         yield from _ops(
-            f"score-{name}", _spec((3, 1), (32, 32), mask=mask, score_mods=mods, kv=kv, dtype=next(dtype)), index
+            f"score-{name}", declare((3, 1), (32, 32), mask=mask, score_mods=mods, kv=kv, dtype=next(dtype)), index
         )
 
 
@@ -217,10 +177,10 @@ def _primitive_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     variants += [(f"score-{name}", mask, (mod,)) for name, (mod, mask) in PRIMITIVE_SCORES.items()]
     for index, (name, mask, mods) in enumerate(variants):
         kv = next(storage)
-        spec = _spec((2, 1), (16, 16), mask=mask, score_mods=mods, kv=kv, dtype=dtypes[index % len(dtypes)])
+        spec = declare((2, 1), (16, 16), mask=mask, score_mods=mods, kv=kv, dtype=dtypes[index % len(dtypes)])
         yield from _ops(name, spec, index)
         if mods and kv.kind == "paged" and any(param.dtype != "i32" for param in mods[0].params()):
-            trained = _spec((2, 1), (16, 16), mask=mask, score_mods=mods, dtype=dtypes[0])
+            trained = declare((2, 1), (16, 16), mask=mask, score_mods=mods, dtype=dtypes[0])
             yield Case(f"{name}-training", trained, "backward", *LENS[1], seed=index)
 
 
@@ -228,7 +188,7 @@ def _head_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     """Head dims and group sizes, contiguous and strided."""
     dtype, group = cycle(dtypes), cycle(GROUPS)
     for index, dims in enumerate(HEAD_DIMS):
-        spec = _spec(next(group), dims, mask=ag.Causal() if index % 2 else ag.Full(), dtype=next(dtype))
+        spec = declare(next(group), dims, mask=ag.Causal() if index % 2 else ag.Full(), dtype=next(dtype))
         yield from _ops(f"head-{dims[0]}x{dims[1]}", spec, index, strided=index % 3 == 0)
 
 
@@ -239,7 +199,9 @@ def _storage_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         ways = ("table", "csr", "stacked") if kv.kind == "paged" else ("table",)
         for way in ways:
             label = f"{kv.kind}{getattr(kv, 'page_size', '')}{getattr(kv, 'layout', '')}"
-            spec = _spec((6, 2), (48, 48), mask=MASKS["window"] if index % 2 else ag.Causal(), kv=kv, dtype=next(dtype))
+            spec = declare(
+                (6, 2), (48, 48), mask=MASKS["window"] if index % 2 else ag.Causal(), kv=kv, dtype=next(dtype)
+            )
             yield from (replace(case, pages=way) for case in _ops(f"kv-{label}-{way}", spec, index))
     for index, parts in enumerate(SPELLINGS):
         text = parts[-1]
@@ -247,9 +209,9 @@ def _storage_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
             text = f"where(h == {head}, {parts[head]}, {text})"
         mods = (ag.CustomScoreMod(name="spelled", expression=text),)
         mask = ag.CustomMask(name="one_key", expression="k == (q * 7 + 3) % kv_len")
-        spec = _spec((8, 2), (32, 32), mask=mask, score_mods=mods, dtype="fp32")
+        spec = declare((8, 2), (32, 32), mask=mask, score_mods=mods, dtype="fp32")
         yield Case(f"spelling-{index}", spec, "backward", (40, 33), (61, 33), seed=2 * index)  # even: with dlse
-    negative = _spec((2, 2), (32, 32), mask=ag.Causal(), sm_scale=-0.2, dtype=dtypes[0])
+    negative = declare((2, 2), (32, 32), mask=ag.Causal(), sm_scale=-0.2, dtype=dtypes[0])
     yield from _ops("negative-scale", negative, 0)
 
 
@@ -276,6 +238,7 @@ TRANSFORMS = {
 DROPOUTS = {
     "plain": {"dropout": 0.1},
     "sink": {"dropout": 0.5, "normalizer": ag.Softmax(sink=True), "score_mods": (ag.ALiBi("slopes"),)},
+    "pairs": {"dropout": 0.2, "mask": ag.Dense("mask")},
     "sigmoid": {"dropout": 0.25, "normalizer": ag.Sigmoid(bias=-0.5), "output_gate": "gate"},
 }
 
@@ -286,10 +249,10 @@ def _normalizer_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     for index, (name, fields) in enumerate(NORMALIZERS.items()):
         kv = (ag.Ragged(), ag.Contiguous(), ag.Paged(page_size=16))[index % 3]
         mask = (ag.Causal(), MASKS["window"], ag.Full())[index // 3 % 3]
-        spec = _spec(next(group), (64, 64), mask=mask, kv=kv, dtype=next(dtype), **fields)
+        spec = declare(next(group), (64, 64), mask=mask, kv=kv, dtype=next(dtype), **fields)
         yield from _ops(f"normalizer-{name}", spec, index)
         if kv.kind == "paged":
-            trained = _spec(next(group), (32, 48), mask=mask, dtype=next(dtype), **fields)
+            trained = declare(next(group), (32, 48), mask=mask, dtype=next(dtype), **fields)
             yield Case(
                 f"normalizer-{name}-backward", trained, "backward", (37, 0, 1), (37, 5, 70), seed=index, exact=True
             )
@@ -301,10 +264,10 @@ def _transform_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     for index, (name, (dims, fields)) in enumerate(TRANSFORMS.items()):
         kv = (ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16))[index % 3]
         mask = (ag.Causal(), ag.Full())[index % 2]
-        spec = _spec(next(group), dims, mask=mask, kv=kv, dtype=next(dtype), **fields)
+        spec = declare(next(group), dims, mask=mask, kv=kv, dtype=next(dtype), **fields)
         yield from _ops(f"transform-{name}", spec, index, strided=index % 4 == 1)
         if kv.kind == "paged":
-            trained = _spec(next(group), dims, mask=mask, dtype=next(dtype), **fields)
+            trained = declare(next(group), dims, mask=mask, dtype=next(dtype), **fields)
             yield Case(f"transform-{name}-backward", trained, "backward", (37, 0, 1), (37, 5, 70), seed=index)
 
 
@@ -313,107 +276,10 @@ def _dropout_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     dtype, group = cycle(dtypes), cycle(GROUPS)
     for index, (name, fields) in enumerate(DROPOUTS.items()):
         kv = (ag.Contiguous(), ag.Ragged())[index % 2]
-        spec = _spec(next(group), (64, 64), mask=ag.Causal(), kv=kv, dtype=next(dtype), **fields)
+        spec = declare(next(group), (64, 64), **{"mask": ag.Causal(), **fields}, kv=kv, dtype=next(dtype))
         yield Case(f"dropout-{name}", spec, "backward", *LENS[index % len(LENS)], seed=index, exact=name == "sink")
-    paged = _spec((4, 2), (64, 64), mask=ag.Causal(), kv=ag.Paged(page_size=8), dtype=dtypes[0], dropout=0.3)
+    paged = declare((4, 2), (64, 64), mask=ag.Causal(), kv=ag.Paged(page_size=8), dtype=dtypes[0], dropout=0.3)
     yield Case("dropout-paged", paged, "prefill", (9, 30), (40, 30), seed=1)
-
-
-STORAGES = {
-    "half": {"dtype": "fp16"},
-    "wide": {"k_dtype": "fp32", "v_dtype": "bf16"},
-    "e4m3": {"dtype": "fp8_e4m3"},
-    "e4m3-heads": {"dtype": "fp8_e4m3", "scale": "head"},
-    "e4m3-tokens": {"dtype": "fp8_e4m3", "scale": "token"},
-    "e5m2": {"dtype": "fp8_e5m2"},
-    "e5m2-tokens": {"dtype": "fp8_e5m2", "scale": "token"},
-    "int8": {"dtype": "int8"},
-    "int8-tokens": {"dtype": "int8", "scale": "token"},
-    "int4": {"dtype": "int4"},
-    "int4-zero": {"dtype": "int4", "group_size": 64, "zero_point": True},
-    "int4-scaled": {"dtype": "int4", "group_size": 128, "scale": "tensor"},
-    "nvfp4": {"dtype": "nvfp4"},
-    "mxfp4": {"dtype": "mxfp4"},
-    "both": {"k_dtype": "int8", "v_dtype": "fp8_e4m3", "scale": "head"},
-    "k-wide": {"v_dtype": "int4"},
-}
-
-
-def _stored_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
-    """Each storage of keys and values in each layout, with what scales could be confused with."""
-    layouts = (
-        (ag.Contiguous, {}, "table"),
-        (ag.Paged, {"page_size": 16}, "table"),
-        (ag.Ragged, {}, "table"),
-        (ag.Paged, {"page_size": 3, "layout": "HND"}, "csr"),
-        (ag.Paged, {"page_size": 64}, "stacked"),
-        (ag.Paged, {"page_size": 8, "layout": "HND", "stack_dim": 0}, "stacked"),
-    )
-    extras = (
-        {},
-        {"score_mods": (ag.SoftCap(cap=5.0),)},
-        {"normalizer": ag.Softmax(sink=True), "output_gate": "gate"},
-        {"score_mods": (ag.ALiBi("slopes"),)},
-        {"normalizer": ag.Sigmoid(bias=-1.0)},
-    )
-    dtype, group, dims = cycle(dtypes), cycle(GROUPS), cycle(((128, 128), (64, 64), (128, 64)))
-    for index, (name, fields) in enumerate(STORAGES.items()):
-        width = (128, 128) if fields.get("group_size") == 128 else next(dims)
-        for shift in range(2):
-            make, place, way = layouts[(2 * index + shift) % 6]
-            if way == "stacked" and (width[0] != width[1] or "k_dtype" in fields or "v_dtype" in fields):
-                way = "table"
-            mask = (ag.Causal(), MASKS["window"], ag.Full())[(index + shift) % 3]
-            fixed = {"mask": mask, "kv": make(**place, **fields), "dtype": next(dtype)}
-            spec = _spec(next(group), width, **fixed, **extras[(index + shift) % 5])
-            qo, kv = LENS[(index + shift) % len(LENS)]
-            decode_qo, decode_kv = DECODE_LENS[(index + shift) % len(DECODE_LENS)]
-            yield Case(f"storage-{name}-{shift}-decode", spec, "decode", decode_qo, decode_kv, way, seed=index)
-            yield Case(f"storage-{name}-{shift}-prefill", spec, "prefill", qo, kv, way, seed=index)
-    for index, (name, fields) in enumerate((("e4m3", {"dtype": "fp8_e4m3"}), ("int8", {"dtype": "int8"}))):
-        for rotated in ({"rope": ag.Rope()}, {"qk_norm": ag.QKNorm(k_weight="w"), "rope": ag.Rope(dim=32)}):
-            spec = _spec(
-                (4, 2), (64, 64), mask=ag.Causal(), kv=ag.Paged(page_size=16, **fields), dtype=next(dtype), **rotated
-            )
-            kind = "-".join(rotated)
-            yield Case(f"storage-{name}-{kind}-decode", spec, "decode", *DECODE_LENS[index], seed=index)
-            yield Case(f"storage-{name}-{kind}-prefill", spec, "prefill", *LENS[index], seed=index)
-    for index, kv in enumerate((ag.Contiguous(), ag.Paged(page_size=16), ag.Ragged(scale="token"))):
-        spec = _spec((6, 2), (64, 64), mask=ag.Causal(), kv=kv, dtype="fp8_e4m3")
-        yield Case(f"storage-fp8-queries-{kv.kind}-decode", spec, "decode", *DECODE_LENS[index], seed=index)
-        yield Case(f"storage-fp8-queries-{kv.kind}-prefill", spec, "prefill", *LENS[index], seed=index)
-    mixed = _spec((4, 4), (64, 64), mask=ag.Causal(), kv=ag.Paged(page_size=16, dtype="int4"), dtype="fp8_e4m3")
-    yield Case("storage-fp8-queries-int4-decode", mixed, "decode", *DECODE_LENS[0], seed=3)
-
-
-LATENTS = {
-    "plain": {},
-    "e4m3": {"dtype": "fp8_e4m3"},
-    "int8-tokens": {"dtype": "int8", "scale": "token"},
-    "int4": {"dtype": "int4"},
-    "nvfp4": {"dtype": "nvfp4"},
-}
-
-
-def _latent_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
-    """Absorbed decode over latents, of several tokens too, and prefill and backward of what they are projected to."""
-    dtype = cycle(dtypes)
-    small = {"head_dim_ckv": 64, "head_dim_kpe": 32, "head_dim_nope": 48, "head_dim_vo": 40}
-    layouts = (ag.Paged, {"page_size": 16}), (ag.Contiguous, {}), (ag.Paged, {"page_size": 64}), (ag.Ragged, {})
-    for index, (name, fields) in enumerate(LATENTS.items()):
-        for shift in range(2):
-            make, place = layouts[(index + shift) % 4]
-            heads = ag.MLA(num_qo_heads=(16, 5)[shift], **small) if shift else ag.MLA(num_qo_heads=16)
-            spec = ag.AttentionSpec(heads=heads, mask=ag.Causal(), kv=make(**place, **fields), dtype=next(dtype))
-            lens = DECODE_LENS[(index + shift) % 3]
-            way = ("table", "stacked", "csr")[(index + shift) % 3]
-            yield Case(f"latent-{name}-{shift}-decode", spec, "decode", *lens, way, seed=index)
-    many = ag.AttentionSpec(heads=ag.MLA(num_qo_heads=3, **small), mask=ag.Causal(), kv=ag.Paged(16), dtype=next(dtype))
-    yield Case("latent-chunk-decode", many, "decode", (70, 9, 0), (130, 9, 20), seed=1)
-    for index, kv in enumerate((ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16, dtype="fp8_e4m3"))):
-        spec = ag.AttentionSpec(heads=ag.MLA(num_qo_heads=2), mask=ag.Causal(), kv=kv, dtype=next(dtype))
-        op = "prefill" if kv.kind == "paged" else "backward"
-        yield Case(f"latent-projected-{kv.kind}-{op}", spec, op, *LENS[index], seed=index)
 
 
 def _shipped_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
