@@ -12,6 +12,7 @@ from attngen.schedule import hopper
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.naming import entry_name
 from attngen.schedule.plan import Arg, KernelPlan, Tiles
+from attngen.schedule.reading import smallest_depth
 from attngen.schedule.tables import choose_tiles, padded
 from attngen.target import Target
 from attngen.variant import OpName, Variant
@@ -62,6 +63,8 @@ def plan_kernel(
         table = schedule if schedule != "forward" else "decode" if packed else op
         rows = variant.group_size * (SHORT_QUERIES if serves == "short" else 1)
         tiles = choose_tiles(backend, table, variant, target, mappable=mappable, rows=rows)
+    multiplies = backend == "triton" and schedule in ("forward", "dkdv", "dq", "dparams")
+    depth = smallest_depth(variant, "dims", target) if multiplies else 16
     return KernelPlan(
         schedule=schedule,
         entry=entry_name(variant, op, f"{op}_short" if serves == "short" else schedule),
@@ -70,9 +73,9 @@ def plan_kernel(
         target=target,
         backend=backend,
         tiles=tiles,
-        block_qk=padded(variant.head_dim_main, backend),
+        block_qk=padded(variant.head_dim_main, backend, depth),
         block_vo=padded(variant.head_dim_vo, backend),
-        block_pe=padded(variant.head_dim_pe, backend) if variant.head_dim_pe else 0,
+        block_pe=padded(variant.head_dim_pe, backend, depth) if variant.head_dim_pe else 0,
         packed=packed,
         split=split,
         min_split=MIN_SPLIT if variant.head_dim_vo <= 256 else MIN_WIDE_SPLIT,

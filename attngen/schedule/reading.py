@@ -1,4 +1,4 @@
-"""How Triton kernels read stored numbers: what tiles of them are multiplied in, and how they are decoded."""
+"""How Triton kernels read stored numbers: what tiles of them are multiplied in, how they are decoded, and how deep products are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from attngen.target import Target
 from attngen.variant import Variant
 
 Side = Literal["q", "k", "v"]
+Axis = Literal["dims", "keys", "queries"]
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,32 @@ def _multiplies_fp8(variant: Variant, target: Target) -> bool:
 def pointer_dtype(element: str, target: Target) -> str:
     """Triton's name of what a pointer to elements of :data:`DTYPES` points to."""
     return "u8" if element.startswith("fp8") and not has_fp8(target) else DTYPES[element].triton_name
+
+
+def smallest_depth(variant: Variant, axis: Axis, target: Target) -> int:
+    """Fewest terms that Triton's products of tiles may add up: products over head dims, over keys or over queries.
+
+    Where mma.sync multiplies, Triton gives a thread ``32 // bits`` adjacent terms, ``bits`` being those of the narrowest load that
+    an operand is made of, and twice as many where the operand is joined of two: eight of bytes. Four threads share a row; if it
+    has fewer terms than they hold, terms are added twice (mended in Triton by pull request 11691, September 2026).
+    """
+    if target.kind != "cuda" or DTYPES[variant.compute_dtype].itemsize != 2:
+        return 16
+    if axis == "dims":
+        joined = (
+            _multiplies_fp8(variant, target) or _joins_bytes(variant, "q", target) or _joins_bytes(variant, "k", target)
+        )
+    else:
+        masked = variant.dropout > 0 and any(DTYPES[param.dtype].itemsize == 1 for param in variant.params)
+        joined = masked or (axis == "keys" and _joins_bytes(variant, "v", target))
+    return 32 if joined else 16
+
+
+def _joins_bytes(variant: Variant, side: Side, target: Target) -> bool:
+    """Whether tiles of one side are put together of two, and some of what they are made of is loaded as bytes."""
+    tile = reading(variant, side, target)
+    if tile.storage.block:
+        scale_bytes = DTYPES[tile.storage.row.block_scale].itemsize == 1
+        return not tile.parts and (scale_bytes or not tile.words)
+    turned = variant.rope is not None and (side == "q" or (side == "k" and variant.rope.keys == "load"))
+    return turned and tile.storage.row.itemsize == 1

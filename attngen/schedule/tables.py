@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from attngen.dtypes import DTYPES
 from attngen.ir.expr import TRUE
 from attngen.schedule.plan import Tiles
+from attngen.schedule.reading import smallest_depth
 from attngen.target import Target
 from attngen.variant import Variant
 
@@ -144,6 +145,7 @@ TRITON = (
     Row("dkdv", 64, Tiles(32, 64, 4, 1), itemsize=2),
     Row("dkdv", 128, Tiles(32, 64, 8, 1), itemsize=2, archs=_AMD),
     Row("dkdv", 256, Tiles(16, 32, 8, 1), itemsize=2),
+    Row("dkdv", 256, Tiles(32, 32, 8, 1), itemsize=2),
     Row("dkdv", 256, Tiles(16, 16, 8, 1)),
     Row("dq", 128, Tiles(64, 64, 4, 2), itemsize=2, archs=_HOPPER, table=True),
     Row("dq", 128, Tiles(64, 32, 4, 1), itemsize=2, archs=_CUDA, table=True),
@@ -161,6 +163,7 @@ TRITON = (
     Row("dq", 128, Tiles(64, 32, 4, 1), itemsize=2, archs=_AMD),
     Row("dq", 128, Tiles(32, 16, 8, 1)),
     Row("dq", 256, Tiles(16, 16, 8, 1)),
+    Row("dq", 256, Tiles(32, 32, 8, 1), itemsize=2),
 )
 
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
@@ -208,8 +211,9 @@ def choose_tiles(
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
     stored_bits = max(variant.k_storage.row.bits, variant.v_storage.row.bits)
     itemsize = max(DTYPES[variant.compute_dtype].itemsize, stored_bits // 8)
-    # With tiles of 16 keys results on an H200 were wrong where blocks have scales, for an unknown reason; with 32 they were right.
-    smallest = 32 if backend == "triton" and (variant.k_storage.block or variant.v_storage.block) else 0
+    keys, queries = (
+        smallest_depth(variant, axis, target) if backend == "triton" else 0 for axis in ("keys", "queries")
+    )
     for row in table:
         if (
             row.schedule == schedule
@@ -227,12 +231,13 @@ def choose_tiles(
             and row.score_pairs <= variant.score_reads_pairs
             and row.tiles.maps <= (mappable and variant.page_size % row.tiles.kv == 0)
             and (not row.kv_bits or stored_bits <= row.kv_bits)
-            and (row.tiles.kv >= smallest or schedule not in ("prefill", "decode"))
+            and (row.tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))
+            and (row.tiles.q >= queries or schedule != "dkdv")
         ):
             return row.tiles
     raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")
 
 
-def padded(head_dim: int, backend: str) -> int:
-    """The head dim as the backend tiles it: Triton needs powers of two, the others take it as it is."""
-    return head_dim if backend in ("cpp", "cuda") else max(16, 1 << (head_dim - 1).bit_length())
+def padded(head_dim: int, backend: str, smallest: int = 16) -> int:
+    """The head dim as the backend tiles it: Triton needs powers of two, ``smallest`` at least; the others take it as it is."""
+    return head_dim if backend in ("cpp", "cuda") else max(smallest, 1 << (head_dim - 1).bit_length())

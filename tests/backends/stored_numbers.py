@@ -28,12 +28,12 @@ STORAGES: dict[str, dict[str, Any]] = {
     "mxfp4": {"dtype": "mxfp4"},
     "both": {"k_dtype": "int4", "v_dtype": "fp8_e4m3"},
 }
-BATCH, GROUP, HEADS, DIM = 3, 4, 2, 128
+BATCH, GROUP, HEADS = 3, 4, 2
 
 
-def _stored(storage: Storage, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _stored(storage: Storage, dim: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Any finite numbers ``[BATCH, 1, HEADS, ..]``, and scales of their blocks."""
-    shape = (BATCH, 1, HEADS, DIM // storage.packed)
+    shape = (BATCH, 1, HEADS, dim // storage.packed)
     if not storage.is_quantized:
         return torch.randn(shape, generator=generator).to(torch_dtype(storage.dtype)), None
     data = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(torch_dtype(storage.dtype))
@@ -41,7 +41,7 @@ def _stored(storage: Storage, generator: torch.Generator) -> tuple[torch.Tensor,
         data = torch.where(data.float().isfinite(), data.float(), 0.0).to(data.dtype)
     if not storage.block:
         return data, None
-    shape = (BATCH, 1, HEADS, DIM // storage.block, *((2,) if storage.zero_point else ()))
+    shape = (BATCH, 1, HEADS, dim // storage.block, *((2,) if storage.zero_point else ()))
     if storage.dtype == "mxfp4":
         return data, torch.randint(112, 138, shape, generator=generator, dtype=torch.uint8)
     scale = torch.rand(shape, generator=generator) * 2.0 ** torch.randint(-9, 5, shape, generator=generator)
@@ -50,12 +50,14 @@ def _stored(storage: Storage, generator: torch.Generator) -> tuple[torch.Tensor,
     return data, scale.to(torch_dtype(DTYPES[storage.row.block_scale].name))
 
 
-def mismatches(target: str | None, dtype: str, device: str, names: Iterable[str] = tuple(STORAGES)) -> list[str]:
+def mismatches(
+    target: str | None, dtype: str, device: str, names: Iterable[str] = tuple(STORAGES), dim: int = 128
+) -> list[str]:
     """Storages whose numbers a decode kernel, or a prefill kernel, reads otherwise than they are defined."""
     found = []
     for name in names:
         fields = STORAGES[name]
-        heads = ag.GQA(num_qo_heads=GROUP * HEADS, num_kv_heads=HEADS, head_dim=DIM)
+        heads = ag.GQA(num_qo_heads=GROUP * HEADS, num_kv_heads=HEADS, head_dim=dim)
         spec = ag.AttentionSpec(heads=heads, dtype=dtype, kv=ag.Contiguous(**fields), sm_scale=1.0)
         ops = ag.compile(spec, target=target, backend="triton", ops=())
         variant = normalize(spec, "decode")
@@ -63,7 +65,7 @@ def mismatches(target: str | None, dtype: str, device: str, names: Iterable[str]
         sides = []
         scales: dict[str, torch.Tensor] = {}
         for side, storage in (("k", variant.k_storage), ("v", variant.v_storage)):
-            data, blocks = _stored(storage, generator)
+            data, blocks = _stored(storage, dim, generator)
             number = dequantize(data, storage, blocks).to(torch_dtype(variant.compute_dtype)).float()
             if storage.scale:
                 shape = {"tensor": (), "head": (HEADS,), "token": (BATCH, 1, HEADS)}[storage.scale]
@@ -73,8 +75,8 @@ def mismatches(target: str | None, dtype: str, device: str, names: Iterable[str]
             sides.append((given, exact.to(device)))
         (k, keys), (v, values) = sides
         # Query head h of a group is the unit vector of a dim: its logit is that dim of the key.
-        dims = torch.arange(GROUP * HEADS, device=device) * 7 % DIM
-        q = torch.nn.functional.one_hot(dims, DIM).to(torch_dtype(dtype)).expand(BATCH, -1, -1)
+        dims = torch.arange(GROUP * HEADS, device=device) * 7 % dim
+        q = torch.nn.functional.one_hot(dims, dim).to(torch_dtype(dtype)).expand(BATCH, -1, -1)
         logits = keys[:, 0].repeat_interleave(GROUP, 1).gather(-1, dims.expand(BATCH, -1)[..., None])[..., 0]
         expected = values.to(torch_dtype(variant.out_dtype)).repeat_interleave(GROUP, 2)
         calls = (("decode", ops.decode, q), ("prefill", ops.prefill, q[:, None]))

@@ -9,7 +9,7 @@ import pytest
 
 import attngen as ag
 from attngen.backends.triton import argument_divisors
-from tests.backends.stored_numbers import STORAGES
+from tests.backends.stored_numbers import STORAGES, mismatches
 from tests.backends.triton_kernels import run_python
 
 NUMBERS = "import sys; from tests.backends.stored_numbers import mismatches; print(mismatches(*sys.argv[1:]))"
@@ -25,6 +25,14 @@ def _forward(target: str, op: str, **fields: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_numbers_are_those_that_dequantize_defines(dtype: str) -> None:
     assert run_python(NUMBERS, "interpret", dtype, "cpu", TRITON_INTERPRET="1").strip() == "[]"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_gpu_reads_the_same_numbers(name: str, dtype: str, dim: int) -> None:
+    assert mismatches(None, dtype, "cuda", (name,), dim) == []
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])
