@@ -356,9 +356,9 @@ def test_show_counts_and_draws(tmp_path: Path):
 
 def test_show_takes_the_kernels_own_tiles_and_a_telling_length():
     text = succeed("show", "mistral-7b", "--target", "cuda:sm90a")
-    plan = compiler.plan_op(ag.load_spec("mistral-7b"), "prefill", Target.parse("cuda:sm90a"), "triton")
+    plan = compiler.plan_op(ag.load_spec("mistral-7b"), "prefill", Target.parse("cuda:sm90a"), "cuda")
     tiles = plan.kernel("forward").tiles
-    assert f"by triton: 8192 queries x 8192 keys in tiles of {tiles.q} x {tiles.kv}, head 0" in text
+    assert f"by cuda: 8192 queries x 8192 keys in tiles of {tiles.q} x {tiles.kv}, head 0" in text
 
 
 def test_show_reads_parameters(tmp_path: Path):

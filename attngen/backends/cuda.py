@@ -19,12 +19,13 @@ from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
 from attngen.errors import BuildError, UnsupportedError
-from attngen.schedule.hopper import ARCH, launch_shape
+from attngen.schedule.hopper import ARCH, launch_shape, map_boxes
 from attngen.schedule.plan import KernelPlan
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
 _FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+SWIZZLE_128 = 3  # of a tensor map, in the driver's numbers
 _DISTRIBUTIONS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
 
 
@@ -82,6 +83,9 @@ class CudaBackend:
             threads=metadata["threads"],
             shared=metadata["shared"],
             trailing_pointers=0,
+            maps=[{"block_size": box, "swizzle": SWIZZLE_128} for box in map_boxes(plan)],
+            sized_maps=False,
+            resident=plan.tiles.blocks if plan.is_resident else 0,
         )
 
 

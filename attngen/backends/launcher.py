@@ -39,19 +39,23 @@ class ArgumentLayout:
     """Where each parameter lies in the block of bytes that a launch hands over: each at the next multiple of its size.
 
     Attributes:
-        args: the arguments; null pointers follow them. A tensor map makes several parameters: the map, then sizes and strides.
+        args: the arguments; null pointers follow them. A tensor map makes one parameter, or several: the map, then sizes and
+            strides (``sized_maps``, as Triton's kernels want it).
         struct: the block.
         offsets: of every parameter and null pointer.
     """
 
-    def __init__(self, args: Sequence[Arg], trailing: int, encoders: Sequence[TensorMaps] = ()) -> None:
+    def __init__(
+        self, args: Sequence[Arg], trailing: int, encoders: Sequence[TensorMaps] = (), *, sized_maps: bool = True
+    ) -> None:
         self.args = tuple(args)
-        codes = [code for arg in args for code in _codes(arg)] + ["Q"] * trailing
+        codes = [code for arg in args for code in _codes(arg, sized_maps)] + ["Q"] * trailing
         starts = (struct.calcsize("@" + "".join(codes[:i]) + f"0{code[-1]}") for i, code in enumerate(codes))
         self.struct, self.offsets = struct.Struct("@" + "".join(codes)), tuple(starts)
         self._is_pointer = tuple(arg.is_pointer for arg in args)
         self._nulls = (0,) * trailing
         self._maps = tuple(zip((i for i, arg in enumerate(args) if arg.is_map), encoders, strict=True))
+        self._words = None if sized_maps else 1
 
     def pack(self, buffer: Any, values: Sequence[torch.Tensor | int]) -> None:
         """Write ``values`` into ``buffer``.
@@ -62,7 +66,7 @@ class ArgumentLayout:
         try:
             words: list[Any] = [v.data_ptr() if p else v for v, p in zip(values, self._is_pointer, strict=True)]  # type: ignore[union-attr]
             for i, encoder in reversed(self._maps):
-                words[i : i + 1] = encoder(words[i])
+                words[i : i + 1] = encoder(words[i])[: self._words]
             self.struct.pack_into(buffer, 0, *words, *self._nulls)
         except (AttributeError, TypeError, ValueError, struct.error) as error:
             raise self._mismatch(values) from error
@@ -139,9 +143,16 @@ class _Kernel:
     """A function on a device, launched on the device's current stream. It stays loaded as long as the process lives."""
 
     def __init__(
-        self, binary: bytes, entry: str, layout: ArgumentLayout, device: torch.device, threads: int, shared: int
+        self,
+        binary: bytes,
+        entry: str,
+        layout: ArgumentLayout,
+        device: torch.device,
+        threads: int,
+        shared: int,
+        most: int = MAX_GRID,
     ) -> None:
-        self._entry, self._device, self._threads, self._shared = entry, device, threads, shared
+        self._entry, self._device, self._threads, self._shared, self._most = entry, device, threads, shared, most
         self._layout, self._buffers = layout, _Buffers(layout)
         self._driver = driver = _driver(entry)
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -157,6 +168,7 @@ class _Kernel:
         require_grid(grid, self._entry)
         if grid == 0:
             return
+        grid = min(grid, self._most)
         buffers = self._buffers
         self._layout.pack(buffers.block, values)
         stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -209,6 +221,8 @@ def load(
     shared: int,
     trailing_pointers: int,
     maps: Sequence[Mapping[str, Any]] = (),
+    sized_maps: bool = True,
+    resident: int = 0,
 ) -> Launch:
     """Load ``entry`` of a cubin for one device.
 
@@ -220,7 +234,9 @@ def load(
         threads: threads a block.
         shared: bytes of dynamic shared memory a block.
         trailing_pointers: null pointers that the kernel takes after its arguments.
-        maps: of each tensor map, Triton's ``block_size`` (what one copy takes) and ``swizzle``.
+        maps: of each tensor map, ``block_size`` (what one copy takes) and ``swizzle``, as Triton names them.
+        sized_maps: sizes and strides follow each map.
+        resident: blocks a multiprocessor, at most, that share the programs of a launch among themselves; 0: a block a program.
 
     Raises:
         BuildError: ``cuda.bindings`` is not installed.
@@ -235,8 +251,9 @@ def load(
         TensorMaps(driver, entry, arg.element, facts["block_size"], facts["swizzle"])
         for arg, facts in zip(mapped, maps, strict=True)
     ]
-    layout = ArgumentLayout(args, trailing_pointers, encoders)
-    return _Kernel(binary.read_bytes(), entry, layout, device, threads, shared)
+    layout = ArgumentLayout(args, trailing_pointers, encoders, sized_maps=sized_maps)
+    most = resident * torch.cuda.get_device_properties(device).multi_processor_count if resident else MAX_GRID
+    return _Kernel(binary.read_bytes(), entry, layout, device, threads, shared, most)
 
 
 def require_grid(grid: int, entry: str) -> None:
@@ -270,9 +287,9 @@ def require_no_capture(entry: str, device: torch.device) -> None:
             )
 
 
-def _codes(arg: Arg) -> list[str]:
+def _codes(arg: Arg, sized_maps: bool) -> list[str]:
     if arg.is_map:
-        return [f"{_MAP_BYTES}s", *"iiii", *"qqqq"]
+        return [f"{_MAP_BYTES}s", *("iiiiqqqq" if sized_maps else "")]
     return ["Q" if arg.is_pointer else _FORMATS[arg.type]]
 
 

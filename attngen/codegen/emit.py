@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.codegen.samples import Samples, samples, tiles_at_once
 from attngen.ir.differentiate import differentiate, param_gradients
-from attngen.ir.expr import SCORE, TRUE, Const, Expr, Extent, Load, Type, coords
-from attngen.ir.hoist import hoist
+from attngen.ir.expr import SCORE, TRUE, Binary, Const, Expr, Extent, Load, Local, Type, coords
+from attngen.ir.hoist import Hoisted, hoist
 from attngen.ir.intervals import position_axes
-from attngen.ir.simplify import of_product
+from attngen.ir.simplify import add_signed, of_product, signed_terms
 from attngen.schedule.plan import KernelPlan
 
 
@@ -69,6 +69,8 @@ class HoistedLogit:
         text: the logit, in base 2 if asked for.
         slope: derivative of the logit (in base e) by the scaled dot product; empty unless asked for.
         mask: whether the pair is visible; empty unless asked for.
+        factor: the logit is ``factor * text - shift``, if that is asked for.
+        shift: what is the same for a whole row, once a row: weights do not need it; may use ``uniform`` and ``rows``.
         types: of what is defined, by name.
     """
 
@@ -80,6 +82,8 @@ class HoistedLogit:
     text: str
     slope: str = ""
     mask: str = ""
+    factor: float = 1.0
+    shift: str = ""
 
     @property
     def before_loop(self) -> Definitions:
@@ -221,8 +225,24 @@ class Emit:
         definitions, texts = self._hoisted([*exprs, variant.mask], names)
         return HoistedLogit(*definitions, texts[0] if exprs else "", mask=texts[-1] if self.has_mask else "")
 
+    def hoisted_weight(self, /, **names: str) -> HoistedLogit:
+        """Logit in base 2 and mask, such that a factor and what a row shares are left to the exponential and to the row's end."""
+        variant = self._plan.variant
+        hoisted = self._hoist([of_product(variant.score, variant.sm_scale, base_2=True), variant.mask])
+        logit, mask = hoisted.bodies
+        own, shared = _by_row(logit)
+        factor, text = _by_factor(own)
+        parts, texts = self._printed(replace(hoisted, bodies=(text, shared, mask)), names)
+        shift = texts[1] if shared != Const(0.0) else ""
+        return HoistedLogit(*parts, texts[0], mask=texts[2] if self.has_mask else "", factor=factor, shift=shift)
+
     def _hoisted(self, exprs: list[Expr], names: dict[str, str]) -> tuple[_Parts, tuple[str, ...]]:
-        hoisted = hoist(exprs, split_positions=self._plan.variant.dtype != "fp32")
+        return self._printed(self._hoist(exprs), names)
+
+    def _hoist(self, exprs: list[Expr]) -> Hoisted:
+        return hoist(exprs, split_positions=self._plan.variant.dtype != "fp32")
+
+    def _printed(self, hoisted: Hoisted, names: dict[str, str]) -> tuple[_Parts, tuple[str, ...]]:
         parts = (hoisted.uniform, hoisted.rows, hoisted.columns, hoisted.shared)
         printer = self._printer({**names, **{local.name: local.name for part in parts for local, _ in part}})
         uniform, rows, columns, shared = (
@@ -258,3 +278,23 @@ class Emit:
     def digits(self, value: float) -> str:
         """The shortest decimal of a float32, without suffix."""
         return float32_literal(value)
+
+
+def _by_row(logit: Expr) -> tuple[Expr, Expr]:
+    """A hoisted logit as a difference: what each pair has, less what its row has."""
+    own: list[tuple[int, Expr]] = []
+    row: list[tuple[int, Expr]] = []
+    for sign, term in signed_terms(logit):
+        if isinstance(term, Local) and term.name.startswith(("row", "uniform")):
+            row.append((-sign, term))
+        else:
+            own.append((sign, term))
+    return (add_signed(own), add_signed(row)) if row and own else (logit, Const(0.0))
+
+
+def _by_factor(logit: Expr) -> tuple[float, Expr]:
+    """A product with a positive constant as that and the rest."""
+    match logit:
+        case Binary("mul", x, Const(c)) | Binary("mul", Const(c), x) if isinstance(c, float) and c > 0:
+            return c, x
+    return 1.0, logit

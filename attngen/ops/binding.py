@@ -52,8 +52,8 @@ def storage_values(inputs: Inputs) -> Values:
 
 
 def map_values(inputs: Inputs) -> Values:
-    """Keys and values ``[request or page, head, token, dim]``, of which a kernel's tensor maps are made."""
-    rows = {"k_tiles": inputs.k, "k_pe_tiles": inputs.k_pe, "v_tiles": inputs.v}
+    """Queries, keys and values ``[request or page, head, token, dim]``, of which a kernel's tensor maps are made."""
+    rows = {"q_tiles": inputs.q, "k_tiles": inputs.k, "k_pe_tiles": inputs.k_pe, "v_tiles": inputs.v}
     views = {name: x.transpose(-3, -2) for name, x in rows.items() if x is not None}
     return {name: x if x.dim() == 4 else x[None] for name, x in views.items()}
 

@@ -110,6 +110,8 @@ class Op:
         programs = tiles * (variant.num_kv_heads if plan.packed else variant.num_qo_heads)
         if plan.tiles.maps:
             values |= map_values(inputs)
+        if plan.is_resident:
+            values["next_item"] = torch.zeros(1, dtype=torch.int32, device=device)
         num_splits = provided_splits(plan, inputs) if plan.split else 1
         if plan.split:
             values["num_splits"] = num_splits

@@ -31,6 +31,8 @@
                           ``page_indptr[b]``; then ``kv_lens`` holds the tokens of the last page
 ``k_tiles v_tiles``       tensor maps of k and v, ``[request or page, head, token, dim]`` (one request where ragged);
                           ``k_pe_tiles`` of ``k_pe``
+``q_tiles``               likewise of q, for kernels that copy queries too
+``next_item``             i32 ``[1]``, 0 at first: how many programs blocks have taken beyond the first one of each
 ``has_dlse``              whether ``dlse`` is read
 ``param_<name>``          each run-time parameter, then ``param_<name>_dim<i>`` (i32) for each axis; ``d_param_<name>`` its gradient
 ``partial_dq_norm``       fp32 ``[programs, head_dim_qk]``, zeroed: each program's share of the gradient of the query norm's
@@ -145,10 +147,20 @@ def tile_lists(*, lists: bool) -> tuple[Arg, ...]:
     return (Arg("tile_list", "*i32"), Arg("tile_counts", "*i32"), Arg("list_capacity", "i32")) if lists else ()
 
 
-def tensor_maps(variant: Variant) -> tuple[Arg, ...]:
-    """Keys and values as the hardware copies tiles of them."""
-    names = ("k", *(("k_pe",) if variant.head_dim_pe else ()), *(("v",) if variant.value_source == "values" else ()))
+def tensor_maps(variant: Variant, *, queries: bool = False) -> tuple[Arg, ...]:
+    """Keys and values, and if asked for queries, as the hardware copies tiles of them."""
+    names = (
+        *(("q",) if queries else ()),
+        "k",
+        *(("k_pe",) if variant.head_dim_pe else ()),
+        *(("v",) if variant.value_source == "values" else ()),
+    )
     return tuple(Arg(f"{name}_tiles", f"tiles<{variant.dtype}>") for name in names)
+
+
+def turns() -> tuple[Arg, ...]:
+    """What blocks need to take programs in turn."""
+    return (Arg("next_item", "*i32"),)
 
 
 def param_gradients(variant: Variant) -> tuple[Arg, ...]:

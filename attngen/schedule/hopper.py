@@ -11,6 +11,9 @@ from attngen.variant import Variant
 ARCH = "sm90a"
 _MAX_PACKED_ROWS = 0
 _COPY = 16  # bytes that a thread copies at a time
+_PIECE = 64  # dims of a tile that lie in one row of shared memory
+_CONSUMER_ROWS = 64  # queries of a warpgroup
+_ITEMS, _ITEM = 2, 96  # tiles of queries that are known in advance, and bytes, at most, that describe one
 
 
 def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> bool:
@@ -19,7 +22,30 @@ def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> b
     Args:
         packed, requests: ``packed`` and ``serves`` of the plan.
     """
-    return schedule == "forward" and packed and requests == "all" and _serves_packed(variant)
+    if schedule != "forward":
+        return False
+    return (requests == "all" and _serves_packed(variant)) if packed else _serves_query_tiles(variant)
+
+
+def _serves_query_tiles(variant: Variant) -> bool:
+    """Many queries of one head, in prefill: plain tensors of 16-bit numbers.
+
+    What reads data of each pair waits for memory, which Triton's smaller tiles hide better.
+    """
+    plain = Storage(variant.dtype)
+    return (
+        variant.is_softmax
+        and variant.dtype in ("bf16", "fp16")
+        and variant.k_storage == variant.v_storage == plain
+        and variant.kv_layout != "paged"
+        and not variant.is_transformed
+        and not variant.dropout
+        and variant.value_source == "values"
+        and not variant.head_dim_pe
+        and not variant.mask_reads_each_pair
+        and not variant.score_reads_pairs
+        and all(dim <= 256 for dim in (variant.head_dim_qk, variant.head_dim_vo))
+    )
 
 
 def _serves_packed(variant: Variant) -> bool:
@@ -90,6 +116,22 @@ def stage(plan: KernelPlan) -> Stage:
 def launch_shape(plan: KernelPlan) -> tuple[int, int]:
     """Threads of a block, and bytes of its dynamic shared memory."""
     tiles = plan.tiles
+    if not plan.packed:
+        return 32 * tiles.num_warps, _query_tiles_bytes(plan)
     # After the loop, the same memory holds the results of all warps: out and, for each row, maximum and sum.
     results = tiles.num_warps * tiles.q * (plan.variant.head_dim_vo + 4 + 2) * 4
     return 32 * tiles.num_warps, max(tiles.num_warps * tiles.num_stages * stage(plan).bytes, results)
+
+
+def _query_tiles_bytes(plan: KernelPlan) -> int:
+    """Shared memory of a kernel over tiles of queries: these, keys and values, barriers, and what there is to do."""
+    tiles, row = plan.tiles, 2 * _PIECE
+    qk, vo = (-(-dim // _PIECE) * row for dim in (plan.variant.head_dim_qk, plan.variant.head_dim_vo))
+    barriers = 8 * (2 * tiles.q // _CONSUMER_ROWS + 4 * tiles.num_stages + 2 * _ITEMS)
+    return tiles.q * qk + tiles.num_stages * tiles.kv * (qk + vo) + barriers + _ITEMS * _ITEM + 4 * tiles.num_stages
+
+
+def map_boxes(plan: KernelPlan) -> list[tuple[int, ...]]:
+    """What one copy takes by each of a kernel's tensor maps ``[request, head, token, dim]``."""
+    rows = {"q_tiles": _CONSUMER_ROWS, "k_tiles": plan.tiles.kv, "v_tiles": plan.tiles.kv}
+    return [(1, 1, rows[arg.name], _PIECE) for arg in plan.args if arg.is_map]

@@ -46,6 +46,8 @@ class Tiles:
         max_registers: most registers a thread may have; 0 leaves them to the assembler.
         maps: keys and values come by tensor maps.
         keys_first: products are of keys with queries and of values with weights, in this order: then a tile may have 8 rows.
+        in_turns: warpgroups that multiply take turns to issue products, so that the exponentials of one run under the products
+            of another.
         blocks: blocks that share a multiprocessor, at least; bounds the registers of CUDA kernels.
     """
 
@@ -56,6 +58,7 @@ class Tiles:
     max_registers: int = 0
     maps: bool = False
     keys_first: bool = False
+    in_turns: bool = False
     blocks: int = 1
 
 
@@ -118,6 +121,11 @@ class KernelPlan:
     def role(self) -> str:
         """The schedule, and which requests it serves: unique in an op."""
         return f"{self.schedule}_short" if self.serves == "short" else self.schedule
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether blocks stay on their multiprocessor and take one program after the other."""
+        return any(arg.name == "next_item" for arg in self.args)
 
     def reading(self, side: Side) -> Reading:
         """How the kernel reads queries, keys or values."""

@@ -9,7 +9,7 @@ from attngen.dtypes import Storage
 from attngen.ir.expr import FALSE, TRUE, Compare, Const, Expr, H, K, Select, Size, and_, coords, select
 from attngen.ir.intervals import Span, TileClass, classify, data_loads, key_span, query_span
 from attngen.schedule import hopper
-from attngen.schedule.arguments import tensor_maps
+from attngen.schedule.arguments import tensor_maps, turns
 from attngen.schedule.naming import entry_name
 from attngen.schedule.plan import Arg, KernelPlan, Tiles
 from attngen.schedule.reading import smallest_depth
@@ -59,12 +59,18 @@ def plan_kernel(
         # What is left without the data is in the span, and a test would cost more than it saves.
         tile = TileClass(TRUE, FALSE)
     if tiles is None:
-        mappable = schedule == "forward" and _fits_maps(variant, keys, packed=packed, lists=lists)
+        mappable = backend == "cuda" or (
+            schedule == "forward" and _fits_maps(variant, keys, packed=packed, lists=lists)
+        )
         table = schedule if schedule != "forward" else "decode" if packed else op
         rows = variant.group_size * (SHORT_QUERIES if serves == "short" else 1)
         tiles = choose_tiles(backend, table, variant, target, mappable=mappable, rows=rows)
     multiplies = backend == "triton" and schedule in ("forward", "dkdv", "dq", "dparams")
     depth = smallest_depth(variant, "dims", target) if multiplies else 16
+    if tiles.maps:
+        args += tensor_maps(variant, queries=backend == "cuda")
+    if backend == "cuda" and schedule == "forward" and not packed:
+        args += turns()
     return KernelPlan(
         schedule=schedule,
         entry=entry_name(variant, op, f"{op}_short" if serves == "short" else schedule),
@@ -80,7 +86,7 @@ def plan_kernel(
         split=split,
         min_split=MIN_SPLIT if variant.head_dim_vo <= 256 else MIN_WIDE_SPLIT,
         max_splits=MAX_SPLITS,
-        args=args + tensor_maps(variant) if tiles.maps else args,
+        args=args,
         keys=keys,
         queries=queries,
         tile=tile,

@@ -169,6 +169,14 @@ TRITON = (
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
 # bytes in flight the same.
 CUDA = (
+    Row("prefill", 64, Tiles(128, 128, 12, 2, maps=True, in_turns=True), mask_data=True),
+    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, in_turns=True)),
+    Row("prefill", 128, Tiles(128, 176, 12, 2, maps=True, in_turns=True), masked=False, plain=True),
+    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, in_turns=True)),
+    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), mask_data=True),
+    Row("prefill", 192, Tiles(128, 112, 12, 2, maps=True, in_turns=True)),
+    Row("prefill", 256, Tiles(128, 80, 12, 2, maps=True), masked=False, plain=True),
+    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True)),
     Row("decode", 128, Tiles(8, 32, 4, 3, blocks=4), archs=("sm90a",), kv_bits=4),
     Row("decode", 128, Tiles(8, 16, 4, 4, blocks=4), archs=("sm90a",)),
     Row("decode", 256, Tiles(8, 16, 4, 3, blocks=2), archs=("sm90a",)),

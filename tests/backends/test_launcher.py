@@ -91,11 +91,18 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
     return noting
 
 
-def _load(folder: Path, device: str = "cuda:0", shared: int = SHARED) -> Launch:
+def _load(folder: Path, device: str = "cuda:0", shared: int = SHARED, resident: int = 0) -> Launch:
     binary = folder / "attend.cubin"
     binary.write_bytes(b"image")
     return launcher.load(
-        binary, "attend", ARGS, torch.device(device), threads=THREADS, shared=shared, trailing_pointers=2
+        binary,
+        "attend",
+        ARGS,
+        torch.device(device),
+        threads=THREADS,
+        shared=shared,
+        trailing_pointers=2,
+        resident=resident,
     )
 
 
@@ -130,6 +137,16 @@ def test_a_tensor_map_lies_before_its_sizes_and_strides() -> None:
     assert [int.from_bytes(block[o : o + 8], "little") for o in at[6:]] == [240, 80, 16, 1, 0]
     with pytest.raises(ag.ArgumentError, match=r"7 is no tiles<fp16>"):
         layout.pack(buffer, [9, 7])
+
+
+def test_a_tensor_map_may_stand_alone() -> None:
+    args = (Arg("k_tiles", "tiles<fp16>"), Arg("n", "i32"))
+    encoder = launcher.TensorMaps(MapDriver(), "attend", "fp16", [1, 1, 64, 64], 3)
+    layout = ArgumentLayout(args, 0, [encoder], sized_maps=False)
+    buffer = ctypes.create_string_buffer(layout.struct.size)
+    layout.pack(buffer, [torch.zeros(2, 3, 5, 16), 9])
+    assert layout.offsets == (0, 128)
+    assert bytes(buffer) == bytes(range(128)) + (9).to_bytes(4, "little")
 
 
 class MapDriver:
@@ -218,6 +235,17 @@ def test_the_grid_is_checked(driver: NotingDriver, tmp_path: Path) -> None:
         with pytest.raises(ag.ArgumentError, match=f"attend cannot be launched with {grid} programs"):
             launch(grid, _values())
     assert len(driver.launches()) == 1
+
+
+def test_resident_blocks_are_as_many_as_fit_the_device(
+    driver: NotingDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    launch = _load(tmp_path, resident=2)
+    launch(1000, _values())
+    launch(7, _values())
+    assert [call[1] for call in driver.launches()] == [264, 7]
 
 
 def test_values_that_do_not_fit_are_named(driver: NotingDriver, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import attngen as ag
 from attngen.backends.registry import backend
-from attngen.codegen.emit import Emit
+from attngen.codegen.emit import Emit, HoistedLogit
 from attngen.compiler import plan_op
 from attngen.ir.expr import Extent
 from attngen.ir.intervals import classify
@@ -50,3 +52,19 @@ def test_bounds_of_data_are_spelled_with_extents() -> None:
     tile = classify(mask)
     names = {Extent(load, end): f"{end}_{i}" for i, load in enumerate(tile.loads) for end in ("lo", "hi")}
     assert emit.bound(tile.any, names, b="batch") == "(hi_0 >= lo_1) & (hi_1 >= lo_0)"
+
+
+def test_what_exponentials_and_rows_take_is_left_out_of_a_weight() -> None:
+    def weight(**fields: object) -> HoistedLogit:
+        spec = ag.AttentionSpec(heads=ag.MHA(2, 64), dtype="bf16", **fields)
+        return emit_of(spec).hoisted_weight(**NAMES)
+
+    plain = weight()
+    assert (plain.text, plain.factor, plain.shift, plain.mask) == ("score", 0.125 * math.log2(math.e), "", "")
+    assert (weight(sm_scale=-0.5).text, weight(sm_scale=-0.5).factor) == ("score * (-0.7213475f)", 1.0)
+    capped = weight(score_mods=(ag.SoftCap(cap=50.0),), mask=ag.Causal())
+    assert (capped.text, capped.mask) == ("tanh_f32(score * 0.0025f)", "kv_pos <= q_pos")
+    assert capped.factor == 50.0 * math.log2(math.e)
+    biased = weight(score_mods=(ag.ALiBi("slopes"),))
+    assert (biased.text, biased.factor, biased.shift) == ("score * 0.18033688f + column_0", 1.0, "row_0")
+    assert biased.rows == (("row_0", "uniform_0 * float(q_pos)"),)

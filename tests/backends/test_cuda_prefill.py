@@ -1,0 +1,105 @@
+"""Prefill kernels of the cuda backend: what they serve, and machine code for a GPU that is not here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import attngen as ag
+from attngen.backends.cuda import CudaBackend, compile_cubin
+from attngen.compiler import plan_op, render_kernel
+from attngen.schedule.hopper import launch_shape
+from attngen.schedule.plan import KernelPlan
+from attngen.target import Target
+
+H200 = Target.parse("cuda:sm90a")
+SHARED = 227 << 10
+CAUSAL = ag.Causal()
+CAP, ALIBI = ag.SoftCap(cap=30.0), ag.ALiBi()
+
+
+def _spec(dims: tuple[int, int] = (128, 128), **fields: object) -> ag.AttentionSpec:
+    heads = ag.GQA(num_qo_heads=8, num_kv_heads=4, head_dim=dims[0], head_dim_vo=dims[1])
+    return ag.AttentionSpec(heads=heads, **fields)
+
+
+def _forward(spec: ag.AttentionSpec) -> KernelPlan:
+    return plan_op(spec, "prefill", H200, "cuda").kernel("forward")
+
+
+SERVED = {
+    "full": _spec(),
+    "causal": _spec(mask=CAUSAL),
+    "narrow": _spec((64, 64), mask=CAUSAL),
+    "narrow-full": _spec((64, 64)),
+    "odd": _spec((40, 72), mask=CAUSAL),
+    "unequal": _spec((192, 128), mask=CAUSAL),
+    "wide": _spec((256, 256), mask=CAUSAL),
+    "wide-full": _spec((256, 256)),
+    "fp16": _spec(mask=CAUSAL, dtype="fp16", out_dtype="fp32"),
+    "ragged": _spec(mask=ag.SlidingWindow(left=1023), kv=ag.Ragged()),
+    "cap": _spec(mask=CAUSAL, score_mods=(CAP,)),
+    "alibi": _spec(mask=CAUSAL, score_mods=(ALIBI,)),
+    "both": _spec(score_mods=(ALIBI, CAP)),
+    "documents": _spec(mask=ag.Document(doc_ids="ids") & CAUSAL),
+    "hole": _spec(mask=CAUSAL & (ag.SlidingWindow(left=255) | ag.GlobalTokens(64))),
+    "dilated": _spec(mask=CAUSAL & ag.Dilated(3)),
+    "sink": _spec(mask=CAUSAL, normalizer=ag.Softmax(sink=True), output_gate="gate"),
+    "negative": _spec(mask=CAUSAL, sm_scale=-0.1),
+}
+ELSEWHERE = {
+    "fp32": _spec(dtype="fp32"),
+    "paged": _spec(kv=ag.Paged(page_size=16)),
+    "quantized": _spec(kv=ag.Contiguous(dtype="fp8_e4m3")),
+    "dropout": _spec(dropout=0.1),
+    "sigmoid": _spec(normalizer=ag.Sigmoid()),
+    "rope": _spec(rope=ag.Rope()),
+    "norm": _spec(qk_norm=ag.QKNorm()),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_kernels_multiply_asynchronously_and_keep_sums_in_registers(name: str) -> None:
+    plan = _forward(SERVED[name])
+    assert plan.backend == "cuda"
+    kernel = render_kernel(plan)
+    threads, shared = launch_shape(plan)
+    assert threads == 32 * plan.tiles.num_warps == 128 * (plan.tiles.q // 64 + 1)
+    assert shared <= SHARED
+    _, log = compile_cubin(kernel, [flag for flag in kernel.flags if not flag.startswith("launch:")])
+    assert not re.search(r"C75\d\d", log), log
+    # The producer has few registers and may spill some.
+    assert all(int(size) <= 192 for size in re.findall(r"(\d+) bytes spill stores", log)), log
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_variants_stay_with_triton(name: str) -> None:
+    assert _forward(ELSEWHERE[name]).backend == "triton"
+
+
+def test_sources_are_the_same_each_time_and_read_well() -> None:
+    source = render_kernel(_forward(SERVED["causal"])).source
+    assert source == render_kernel(_forward(SERVED["causal"])).source
+    assert "\n\n\n" not in source
+    assert source.count("visit(Yes{})") == 1  # masked tiles, from the last key on
+    assert source.count("visit(No{})") == 1
+    window = render_kernel(_forward(SERVED["ragged"])).source
+    assert window.count("visit(Yes{})") == 2
+
+
+def test_constants_are_left_to_the_exponential_and_rows_to_their_end() -> None:
+    capped = render_kernel(_forward(SERVED["cap"])).source
+    assert "score = tanh_f32(score * 0.0029462783f);" in capped
+    assert "exp2_f32(fmaf(left, FACTOR, -shift))" in capped
+    biased = render_kernel(_forward(SERVED["alibi"])).source
+    assert re.search(r"score = score \* [\d.]+f \+ column_0;", biased)
+    assert "row_shift = row_0;" in biased
+
+
+def test_flags_tell_the_launch() -> None:
+    plan = _forward(SERVED["full"])
+    assert plan.is_resident
+    assert CudaBackend().flags(plan)[-2:] == tuple(
+        f"launch:{x}" for x in ("threads=384", f"shared={launch_shape(plan)[1]}")
+    )
