@@ -36,7 +36,7 @@ from attngen.settings import Settings
 from attngen.spec import AttentionSpec
 from attngen.store import Artifact, Store
 from attngen.target import Target
-from attngen.variant import OPS, OpName, normalize
+from attngen.variant import OPS, OpName, Variant, normalize
 
 log = logging.getLogger("attngen")
 
@@ -90,7 +90,10 @@ def _check_name(op: str) -> None:
 
 def plan_op(spec: AttentionSpec, op: OpName, target: Target, backend: str, *, deterministic: bool = False) -> OpPlan:
     """Normalize and schedule one op, checking that the backend can run it."""
-    variant = normalize(spec, op)
+    return _plan_variant(normalize(spec, op), op, target, backend, deterministic=deterministic)
+
+
+def _plan_variant(variant: Variant, op: OpName, target: Target, backend: str, *, deterministic: bool) -> OpPlan:
     toolchain = get_backend(backend)
     if toolchain is not None:
         toolchain.check(variant, op, target)
@@ -180,6 +183,7 @@ class _Resolver:
         self, spec: AttentionSpec, target: Target | None, backend: str | None, progress: Callable[[str], None] | None
     ) -> None:
         self.spec, self.target, self.backend, self.progress = spec, target, backend, progress
+        self.variants = {op: _meaning(spec, op) for op in OPS}
         self._ops: dict[_Key, Future[Op]] = {}
         self._lock = threading.Lock()
 
@@ -197,13 +201,20 @@ class _Resolver:
                 future = self._ops[key] = Future()
         if mine:
             try:
-                plan = plan_op(self.spec, op, target, key.backend, deterministic=deterministic)
+                plan = _plan_variant(self.variant(op), op, target, key.backend, deterministic=deterministic)
                 future.set_result(build_op(self.spec, plan, self.progress))
             except BaseException as error:
                 with self._lock:
                     del self._ops[key]
                 future.set_exception(error)
         return future.result()
+
+    def variant(self, op: OpName) -> Variant:
+        """What an op computes."""
+        found = self.variants[op]
+        if isinstance(found, UnsupportedError):
+            raise found
+        return found
 
     def beside(self, spec: AttentionSpec) -> _Resolver:
         """The same for another spec."""
@@ -245,6 +256,14 @@ class _Resolver:
                 fix="compile without target=, or for this device",
             )
         return self.target
+
+
+def _meaning(spec: AttentionSpec, op: OpName) -> Variant | UnsupportedError:
+    """What an op computes, or why there is none."""
+    try:
+        return normalize(spec, op)
+    except UnsupportedError as error:
+        return error
 
 
 def default_target() -> Target:

@@ -11,8 +11,8 @@ import torch
 from attngen.backends import reference
 from attngen.backends.base import Batch, NewTokens
 from attngen.errors import ArgumentError
-from attngen.ops.batching import check_params
-from attngen.ops.binding import Values, ordered, tensor_values
+from attngen.ops.batching import check_page_lists, check_page_table, check_params
+from attngen.ops.binding import Values, ordered, param_values, scale_values, tensor_values
 from attngen.ops.checks import check_indptr, check_owned, check_tensor, readable
 from attngen.ops.op import Op
 from attngen.ops.storage import Cache, Extras, members, unpack_cache
@@ -219,14 +219,8 @@ def _requests(variant: Variant, slots: Slots, places: Places, device: torch.devi
         return {"batch": len(indptr) - 1, "kv_indptr": indptr}
     if places.page_table is not None:
         _reject_others(places, {"positions", "batch_indices", "page_table"}, by_slot=False)
-        shape = (None, None)
-        axes = "[batch, max_pages]"
-        table = check_tensor("page_table", places.page_table, dtype="i32", shape=shape, axes=axes, device=device)
-        if table.numel() and (table.stride(1) != 1 or table.stride(0) < table.shape[1]):
-            table = table.contiguous()  # rows of their own: a stride of 0 would mean CSR
-        kv_len = table.shape[1] * variant.page_size
-        stride = max(table.stride(0), 1)
-        return {"batch": len(table), "kv_len": kv_len, "page_table": table, "page_table_stride": stride}
+        pages = check_page_table(variant, places.page_table, None, device)
+        return pages | {"batch": len(pages["page_table"])}
     if places.kv_indptr is None and places.kv_indices is None:
         raise ArgumentError(
             "no pages are given",
@@ -234,18 +228,8 @@ def _requests(variant: Variant, slots: Slots, places: Places, device: torch.devi
             why="positions in a paged cache are found by page_table, or by kv_indptr and kv_indices",
             fix="pass one of the two forms, or slot_mapping",
         )
-    indices = check_tensor(
-        "kv_indices", places.kv_indices, dtype="i32", shape=(None,), axes="[number of pages]", device=device
-    ).contiguous()
-    indptr = check_indptr("kv_indptr", places.kv_indptr, None, device, read=read)
-    if read and int(indptr[-1]) > len(indices):
-        raise ArgumentError(
-            f"kv_indptr ends at {int(indptr[-1])}",
-            where="kv_indptr",
-            why=f"kv_indices has {len(indices)} pages",
-            fix="pass as many page numbers as kv_indptr counts",
-        )
-    return {"batch": len(indptr) - 1, "page_table": indices, "page_indptr": indptr}
+    pages = check_page_lists(places.kv_indptr, places.kv_indices, device, read=read)
+    return pages | {"batch": len(pages["page_indptr"]) - 1}
 
 
 def _check_places(variant: Variant, tokens: NewTokens) -> None:
@@ -280,25 +264,23 @@ def _values(tokens: NewTokens) -> Values:
         tensor = getattr(tokens, name)
         if tensor is not None:
             values |= tensor_values(name, tensor.view(torch.uint8) if _is_fp8(tensor) else tensor)
-    for name in ("k_scale", "v_scale"):
-        tensor = getattr(tokens, name)
-        if tensor is not None:
-            values |= {name: tensor} if tensor.dim() == 1 else tensor_values(name, tensor.unsqueeze(-1))
+    values |= scale_values("k_scale", tokens.k_scale) | scale_values("v_scale", tokens.v_scale)
     for name in ("slot_mapping", "positions", "batch_indices", "page_table", "page_indptr", "kv_indptr"):
         tensor = getattr(tokens, name)
         if tensor is not None:
             values[name] = tensor
-    for name, table in tokens.params.items():
-        values[f"param_{name}"] = table
-        values |= {f"param_{name}_dim{axis}": size for axis, size in enumerate(table.shape)}
-    return values | {
-        "num_tokens": len(tokens.new_k),
-        "num_slots": tokens.num_slots,
-        "has_slot_mapping": int(tokens.slot_mapping is not None),
-        "batch": tokens.batch,
-        "kv_len": tokens.kv_len,
-        "page_table_stride": tokens.page_table_stride,
-    }
+    return (
+        values
+        | param_values(tokens.params)
+        | {
+            "num_tokens": len(tokens.new_k),
+            "num_slots": tokens.num_slots,
+            "has_slot_mapping": int(tokens.slot_mapping is not None),
+            "batch": tokens.batch,
+            "kv_len": tokens.kv_len,
+            "page_table_stride": tokens.page_table_stride,
+        }
+    )
 
 
 def _is_fp8(tensor: torch.Tensor) -> bool:

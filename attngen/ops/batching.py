@@ -131,18 +131,25 @@ def _describe(variant: Variant, q: torch.Tensor, k: torch.Tensor, given: Extras,
 
 
 def _page_table(variant: Variant, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
-    table = check_tensor(
-        "page_table", given.page_table, dtype="i32", shape=(batch, None), axes="[batch, max_pages]", device=k.device
-    )
-    if table.numel() and (table.stride(1) != 1 or table.stride(0) < table.shape[1]):
-        table = table.contiguous()  # rows of their own: a stride of 0, as of one expanded row, would mean CSR
-    capacity = table.shape[1] * variant.page_size
+    pages = check_page_table(variant, given.page_table, batch, k.device)
+    table, capacity = pages["page_table"], pages["kv_len"]
     why = f"page_table has {table.shape[1]} columns of {variant.page_size} tokens, room for"
     kv_lens = check_lengths("kv_lens", given.kv_lens, batch, capacity, k.device, read=read, why=why)
     if read:
         used = torch.arange(table.shape[1], device=k.device) * variant.page_size < kv_lens[:, None]
         _check_pages("page_table", table[used], k.shape[0])
-    return {"kv_len": capacity, "kv_lens": kv_lens, "page_table": table, "page_table_stride": max(table.stride(0), 1)}
+    return pages | {"kv_lens": kv_lens}
+
+
+def check_page_table(variant: Variant, table: object, batch: int | None, device: torch.device) -> dict[str, Any]:
+    """A page table ``[batch, max_pages]``, its stride, and the tokens that a request has room for."""
+    table = check_tensor(
+        "page_table", table, dtype="i32", shape=(batch, None), axes="[batch, max_pages]", device=device
+    )
+    if table.numel() and (table.stride(1) != 1 or table.stride(0) < table.shape[1]):
+        table = table.contiguous()  # rows of their own: a stride of 0, as of one expanded row, would mean CSR
+    capacity = table.shape[1] * variant.page_size
+    return {"kv_len": capacity, "page_table": table, "page_table_stride": max(table.stride(0), 1)}
 
 
 def _csr_pages(variant: Variant, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
@@ -153,26 +160,32 @@ def _csr_pages(variant: Variant, k: torch.Tensor, given: Extras, batch: int, rea
             why="a paged cache is addressed by page_table and kv_lens, or by kv_indptr, kv_indices and kv_last_page_len",
             fix="pass one of the two forms",
         )
-    indices = check_tensor(
-        "kv_indices", given.kv_indices, dtype="i32", shape=(None,), axes="[number of pages]", device=k.device
-    ).contiguous()
-    indptr = check_indptr("kv_indptr", given.kv_indptr, None, k.device, read=read)
+    pages = check_page_lists(given.kv_indptr, given.kv_indices, k.device, read=read)
+    indices, indptr = pages["page_table"], pages["page_indptr"]
     _same_batch("kv_indptr", len(indptr) - 1, batch)
     why = "a page holds"
     last = check_lengths(
         "kv_last_page_len", given.kv_last_page_len, batch, variant.page_size, k.device, read=read, why=why
     )
     if read:
-        if int(indptr[-1]) > len(indices):
-            raise ArgumentError(
-                f"kv_indptr ends at {int(indptr[-1])}",
-                where="kv_indptr",
-                why=f"kv_indices has {len(indices)} pages",
-                fix="pass as many page numbers as kv_indptr counts",
-            )
         _check_pages("kv_indices", indices[: int(indptr[-1])], k.shape[0])
-    capacity = len(indices) * variant.page_size
-    return {"kv_len": capacity, "kv_lens": last, "page_table": indices, "page_table_stride": 0, "page_indptr": indptr}
+    return pages | {"kv_len": len(indices) * variant.page_size, "kv_lens": last}
+
+
+def check_page_lists(indptr: object, indices: object, device: torch.device, *, read: bool) -> dict[str, Any]:
+    """Page numbers of all requests, and where each one's begin; a table of stride 0."""
+    indices = check_tensor(
+        "kv_indices", indices, dtype="i32", shape=(None,), axes="[number of pages]", device=device
+    ).contiguous()
+    indptr = check_indptr("kv_indptr", indptr, None, device, read=read)
+    if read and int(indptr[-1]) > len(indices):
+        raise ArgumentError(
+            f"kv_indptr ends at {int(indptr[-1])}",
+            where="kv_indptr",
+            why=f"kv_indices has {len(indices)} pages",
+            fix="pass as many page numbers as kv_indptr counts",
+        )
+    return {"page_table": indices, "page_table_stride": 0, "page_indptr": indptr}
 
 
 def _check_pages(name: str, used: torch.Tensor, num_pages: int) -> None:

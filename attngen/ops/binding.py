@@ -31,7 +31,13 @@ def input_values(inputs: Inputs) -> Values:
         values |= tensor_values("gate", inputs.gate)
     if inputs.seed is not None and inputs.offset is not None:
         values |= {"seed": inputs.seed, "offset": inputs.offset}
-    for name, tensor in inputs.params.items():
+    return values | param_values(inputs.params)
+
+
+def param_values(params: Mapping[str, torch.Tensor]) -> Values:
+    """Values of run-time parameters and of their sizes."""
+    values: Values = {}
+    for name, tensor in params.items():
         values[f"param_{name}"] = tensor
         values |= {f"param_{name}_dim{axis}": size for axis, size in enumerate(tensor.shape)}
     return values
@@ -45,10 +51,15 @@ def storage_values(inputs: Inputs) -> Values:
         if tensor is not None:
             values |= tensor_values(name, tensor)
     for name in ("q_scale", "k_scale", "v_scale"):
-        tensor = getattr(inputs, name)
-        if tensor is not None:
-            values |= {name: tensor} if tensor.dim() == 1 else tensor_values(name, tensor.unsqueeze(-1))
+        values |= scale_values(name, getattr(inputs, name))
     return values
+
+
+def scale_values(name: str, scale: torch.Tensor | None) -> Values:
+    """Values of factors of a tensor, of heads, or of tokens, which have strides."""
+    if scale is None:
+        return {}
+    return {name: scale} if scale.dim() == 1 else tensor_values(name, scale.unsqueeze(-1))
 
 
 def map_values(inputs: Inputs) -> Values:

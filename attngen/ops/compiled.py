@@ -19,14 +19,21 @@ from attngen.ops.op import Op
 from attngen.ops.sparse import attend_listed, gathering_spec
 from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.spec import AttentionSpec, Softmax
-from attngen.variant import OPS, OpName, Variant, normalize
+from attngen.variant import OPS, OpName, Variant
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 LOG2_E = 1.4426950408889634
 
 
 class Resolver(Protocol):
-    """Where the compiled ops of a spec come from."""
+    """Where the variants and the compiled ops of a spec come from."""
+
+    @property
+    def variants(self) -> Mapping[OpName, Variant | UnsupportedError]:
+        """What each op computes, or why there is none."""
+
+    def variant(self, op: OpName) -> Variant:
+        """What an op computes."""
 
     def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
         """The op for a device, compiled on first need; for the declared target, or the current GPU or CPU, when omitted."""
@@ -45,10 +52,9 @@ class CompiledSpec:
         self.spec = spec
         self._resolve, self._scope = resolve, scope
         self._defaults = spec.defaults()
-        self._variants = {name: _meaning(spec, name) for name in OPS}
         declared = [param for source in (spec.mask, *spec.score_mods) for param in source.params()]
         self._default_dtypes = {p.name: torch_dtype(p.dtype) for p in declared if p.name in self._defaults}
-        trained = self._variants["backward"]
+        trained = resolve.variants["backward"]
         self.differentiable = trained.differentiable if isinstance(trained, Variant) else ()
         self._summed = trained.gradient_params if isinstance(trained, Variant) else ()
         self._prefix_prefill: PrefixPrefill | None = None
@@ -221,10 +227,7 @@ class CompiledSpec:
 
     def variant(self, name: OpName) -> Variant:
         """What an op computes."""
-        found = self._variants[name]
-        if isinstance(found, UnsupportedError):
-            raise found
-        return found
+        return self._resolve.variant(name)
 
     def run_forward(
         self,
@@ -286,14 +289,6 @@ class CompiledSpec:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.name or 'unnamed'}, {self.spec.heads!r}, kv={self.spec.kv.kind})"
-
-
-def _meaning(spec: AttentionSpec, name: OpName) -> Variant | UnsupportedError:
-    """What an op computes, or why there is none."""
-    try:
-        return normalize(spec, name)
-    except UnsupportedError as error:
-        return error
 
 
 def chosen(found: Rows, lse_base: str, *, return_lse: bool, return_max: bool) -> Result:

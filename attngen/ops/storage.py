@@ -7,6 +7,7 @@ block scales and scales of tokens in views of the same leading dims.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -151,13 +152,9 @@ class _Form:
         return tuple(size for size, _ in sizes), ", ".join(name for _, name in sizes)
 
     def dense(self, k: Cache, v: Cache | None, given: Extras) -> dict[str, torch.Tensor | None]:
-        variant = self.variant
-        keys, k_blocks = self.member("k", k, variant.k_storage, variant.head_dim_qk)
-        values, v_blocks = self.member("v", v, variant.v_storage, variant.head_dim_vo, beside=keys)
-        return self.scaled(given, keys, values) | {"k": keys, "v": values, "k_blocks": k_blocks, "v_blocks": v_blocks}
+        return self.keys_and_values(("k", k), ("v", v), given)
 
     def pages(self, cache: Cache, v: Cache | None, given: Extras) -> dict[str, torch.Tensor | None]:
-        variant, storage = self.variant, self.variant.k_storage
         if v is not None:
             raise ArgumentError(
                 "v is given beside a paged cache",
@@ -165,12 +162,24 @@ class _Form:
                 why="the cache holds keys and values",
                 fix="pass (k_cache, v_cache)",
             )
-        blocks = storage.block > 0
+        blocks = self.variant.k_storage.block > 0
         stacked = isinstance(cache, torch.Tensor) or (blocks and all(isinstance(x, torch.Tensor) for x in cache))
         k, v = self.unstacked(cache) if stacked else members("kv_cache", cache, "(k_cache, v_cache)")
-        keys, k_blocks = self.member("k_cache", k, storage, variant.head_dim_qk)
-        values, v_blocks = self.member("v_cache", v, variant.v_storage, variant.head_dim_vo, beside=keys)
-        return self.scaled(given, keys, values) | {"k": keys, "v": values, "k_blocks": k_blocks, "v_blocks": v_blocks}
+        return self.keys_and_values(("k_cache", k), ("v_cache", v), given)
+
+    def keys_and_values(
+        self, k: tuple[str, Cache], v: tuple[str, Cache | None], given: Extras
+    ) -> dict[str, torch.Tensor | None]:
+        """Keys and values with their names, and scales."""
+        variant = self.variant
+        keys, k_blocks = self.member(*k, variant.k_storage, variant.head_dim_qk)
+        values, v_blocks = self.member(*v, variant.v_storage, variant.head_dim_vo, beside=keys)
+        scales = {
+            "q_scale": self.query_scale(given),
+            "k_scale": self.scale("k_scale", given.k_scale, variant.k_storage, keys),
+            "v_scale": self.scale("v_scale", given.v_scale, variant.v_storage, values),
+        }
+        return scales | {"k": keys, "v": values, "k_blocks": k_blocks, "v_blocks": v_blocks}
 
     def unstacked(self, cache: Cache) -> tuple[Cache, Cache]:
         """Keys and values of one stacked tensor, or of a pair of them with block scales."""
@@ -283,14 +292,6 @@ class _Form:
             return tensor.unsqueeze(-2)
         return tensor.transpose(1, 2) if self.heads_first else tensor
 
-    def scaled(self, given: Extras, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Scales of queries, keys and values."""
-        return {
-            "q_scale": self.query_scale(given),
-            "k_scale": self.scale("k_scale", given.k_scale, self.variant.k_storage, k),
-            "v_scale": self.scale("v_scale", given.v_scale, self.variant.v_storage, v),
-        }
-
     def query_scale(self, given: Extras) -> torch.Tensor | None:
         """The factor of fp8 queries, fp32 ``[1]``, 1 by default; ``None`` for others."""
         storage = Storage(self.variant.dtype, "tensor" if DTYPES[self.variant.dtype].largest else "")
@@ -309,8 +310,10 @@ class _Form:
                 )
             return None
         if storage.scale == "tensor":
-            if given is None or isinstance(given, (int, float)):
-                return torch.full((1,), 1.0 if given is None else float(given), device=device)
+            if given is None:
+                return _one_beside(self.q)
+            if isinstance(given, (int, float)):
+                return torch.full((1,), float(given), device=device)
             scalar = given.reshape(1) if isinstance(given, torch.Tensor) and given.numel() == 1 else given
             return check_tensor(name, scalar, dtype="fp32", shape=(1,), axes="a scalar", device=device)
         if storage.scale == "head":
@@ -329,6 +332,21 @@ class _Form:
                 fix="pass the cache's shape without head_dim",
             )
         return tokens
+
+
+def _one_beside(q: torch.Tensor) -> torch.Tensor:
+    """The factor 1 on the device of q: kept for each, but for calls that are traced or recorded, whose tensors are their own."""
+    recorded = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or recorded or type(q) is not torch.Tensor:
+        return torch.ones(1, device=q.device)
+    return _kept_one(q.device)
+
+
+@cache
+def _kept_one(device: torch.device) -> torch.Tensor:
+    """Never freed, so that graphs may read it; its copy from the host is complete before any stream does."""
+    with torch.inference_mode(mode=False):
+        return torch.ones(1).to(device)
 
 
 def _as(tensor: Any, dtype: str) -> Any:

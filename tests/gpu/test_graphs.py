@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attngen as ag
+from attngen.ops import storage
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +52,22 @@ def test_replays_draw_fresh_dropout_masks() -> None:
         seen.append(got[0])
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
+
+
+def test_omitted_factors_are_of_the_graph_that_first_needs_them() -> None:
+    """Recorded before any call: the graph makes its own, later calls make theirs."""
+    ops = ag.compile(ag.AttentionSpec(heads=HEADS, kv=ag.Contiguous(dtype="int8", scale="tensor")))
+    ops.warmup("decode", device="cuda")
+    q = tensors()[0][:, :1]
+    keys, values = (torch.randint(-9, 9, (2, 700, 2, 64), dtype=torch.int8, device="cuda") for _ in range(2))
+    storage._kept_one.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = ops.decode(q, keys, values)
+    eager = ops.decode(q, keys, values)
+    graph.replay()
+    assert torch.equal(recorded, eager)
+    assert torch.equal(ops.decode(q, keys, values), eager)
 
 
 def test_replays_find_the_tiles_of_new_documents() -> None:

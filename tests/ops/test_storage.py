@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attngen as ag
 from attngen.dtypes import Storage, dequantize, quantize
 from attngen.ops.checks import torch_dtype
+from attngen.ops.storage import Extras, unpack
+from attngen.variant import normalize
+from tests.acceptance.probes import Place
 from tests.numerics.harness import Case, run_case
 
 DIM = 128
@@ -108,7 +112,7 @@ def test_one_visible_key_gives_its_number_exactly(name: str, op: str) -> None:
 @pytest.mark.parametrize("scale", ["head", "token"])
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp8_e4m3"])
-def test_norms_see_whole_numbers(dtype: str, op: str, scale: str) -> None:
+def test_norms_see_whole_numbers(kernels: Place, dtype: str, op: str, scale: str) -> None:
     """With an eps as large as the squares, a factor that reaches the norm too late, or twice, is far off."""
     storage = {"k_dtype": "int8", "v_dtype": "fp8_e5m2", "scale": scale}
     spec = ag.AttentionSpec(
@@ -120,13 +124,13 @@ def test_norms_see_whole_numbers(dtype: str, op: str, scale: str) -> None:
         rope=ag.Rope(),
     )
     case = Case("normed", spec, op, (3, 2), (70, 131))
-    verdict = run_case(case, ag.compile(spec, backend="cpp"))
+    verdict = run_case(case, kernels.compile(spec), kernels.device)
     assert not verdict.failures, verdict
 
 
 @pytest.mark.parametrize("name", ["e4m3-token", "int4-32-zero", "nvfp4"])
 @pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_pages_do_not_change_a_bit(name: str, op: str) -> None:
+def test_pages_do_not_change_a_bit(kernels: Place, name: str, op: str) -> None:
     """Whatever the size of pages and the order of their dims, and next to one contiguous cache."""
     fields = STORAGES[name]
     spec = ag.AttentionSpec(heads=ag.GQA(4, 2, 64), mask=ag.Causal(), dtype="bf16", kv=ag.Contiguous(**fields))
@@ -136,8 +140,12 @@ def test_pages_do_not_change_a_bit(name: str, op: str) -> None:
     factor = torch.tensor(0.1) if storage.scale == "tensor" else None
     rows = [quantize(torch.randn(2, 96, 2, 64), storage, factor) for _ in "kv"]
 
+    q, lens = q.to(kernels.device), lens.to(kernels.device)
+
     def call(kv: Any, parts: Any, **where: torch.Tensor) -> torch.Tensor:
-        ops = ag.compile(spec.model_copy(update={"kv": kv}), backend="cpp")
+        ops = kernels.compile(spec.model_copy(update={"kv": kv}))
+        where = {name: x.to(kernels.device) for name, x in where.items()}
+        parts = [[None if x is None else x.to(kernels.device) for x in part] for part in parts]
         k, v = ((data, blocks) if blocks is not None else data for data, blocks, _ in parts)
         scales = (
             scales_of(k_scale=parts[0][2], v_scale=parts[1][2])
@@ -146,9 +154,9 @@ def test_pages_do_not_change_a_bit(name: str, op: str) -> None:
         )
         args = ((k, v),) if kv.kind == "paged" else (k, v)
         if op == "prefill" and kv.kind == "paged":
-            where["qo_indptr"] = torch.tensor([0, 5, 10], dtype=torch.int32)
+            where["qo_indptr"] = torch.tensor([0, 5, 10], dtype=torch.int32, device=kernels.device)
             return ops.prefill(q.flatten(0, 1), *args, **where, **scales).view(q.shape)
-        return getattr(ops, op)(q, *args, **where, **scales)
+        return getattr(ops, op)(q, *args, **where, **scales).view(q.shape)
 
     whole = call(spec.kv, rows, kv_lens=lens)
     for size, layout in ((16, "NHD"), (3, "NHD"), (3, "HND")):
@@ -156,6 +164,18 @@ def test_pages_do_not_change_a_bit(name: str, op: str) -> None:
         table = torch.arange(2 * 96 // size, dtype=torch.int32).flip(0).view(2, -1)
         paged = call(ag.Paged(page_size=size, layout=layout, **fields), parts, page_table=table, kv_lens=lens)
         assert torch.equal(paged, whole)
+
+
+def test_an_omitted_factor_is_one_tensor_of_every_call() -> None:
+    spec = ag.AttentionSpec(heads=ag.GQA(4, 2, 64), dtype="fp32", kv=ag.Contiguous(dtype="int8", scale="tensor"))
+    cache = torch.zeros(1, 8, 2, 64, dtype=torch.int8)
+    q = torch.zeros(1, 1, 4, 64)
+    calls = [unpack(normalize(spec, "decode"), spec.kv, q, cache, cache, Extras())[3] for _ in range(2)]
+    assert calls[0].k_scale is calls[0].v_scale is calls[1].k_scale
+    assert calls[0].k_scale.tolist() == [1.0]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = unpack(normalize(spec, "decode"), spec.kv, mode.from_tensor(q), cache, cache, Extras())[3]
+    assert traced.k_scale is not calls[0].k_scale
 
 
 def _paged(x: torch.Tensor, size: int, layout: str) -> torch.Tensor:
