@@ -18,7 +18,7 @@ from attngen.codegen.dialects import TritonDialect
 from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
-from attngen.dtypes import DTYPES, alignment_of
+from attngen.dtypes import DTYPES, Storage, alignment_of
 from attngen.errors import BuildError, UnsupportedError
 from attngen.schedule.plan import Arg, KernelPlan
 from attngen.schedule.reading import has_fp8, pointer_dtype
@@ -150,12 +150,12 @@ def argument_divisors(plan: KernelPlan) -> dict[str, int]:
 def _alignment(variant: Variant, pointer: Arg) -> int:
     """Bytes of which addresses of a tensor's rows are multiples; parts of keys may be cut out of one tensor."""
     name, itemsize = pointer.name, DTYPES[pointer.element].itemsize
-    if name in ("k_scale", "v_scale"):
+    if name in ("q_scale", "k_scale", "v_scale"):
         return itemsize
-    if name.split("_")[0] not in ("k", "v"):
+    if name.split("_")[0] not in ("q", "k", "v"):
         return ALIGNMENT
-    storage = variant.k_storage if name[0] == "k" else variant.v_storage
-    widths = {"k": {variant.head_dim_main, variant.head_dim_pe} - {0}, "v": {variant.head_dim_vo}}[name[0]]
+    storage = {"q": Storage(variant.dtype), "k": variant.k_storage, "v": variant.v_storage}[name[0]]
+    widths = {variant.head_dim_vo} if name[0] == "v" else {variant.head_dim_main, variant.head_dim_pe} - {0}
     if name.endswith("_blocks"):
         return min(
             alignment_of(width // storage.block * (2 if storage.zero_point else 1) * itemsize) for width in widths

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from attngen.dtypes import DTYPES
+from attngen.dtypes import DTYPES, alignment_of
 from attngen.errors import ArgumentError
 
 Size = int | None
@@ -84,14 +84,26 @@ def has_unit_stride(tensor: torch.Tensor) -> bool:
 
 
 def misalignment(tensor: torch.Tensor, alignment: int = 16) -> str | None:
-    """The stride or address, in words, that keeps rows from starting at multiples of ``alignment`` bytes."""
+    """The stride or address, in words, that keeps rows from starting at multiples of ``alignment`` bytes.
+
+    While a graph is traced there are no addresses: :func:`check_addresses` looks at them when it runs.
+    """
     if not tensor.numel():
         return None
     unit = max(alignment // tensor.element_size(), 1)
     for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True):
         if size > 1 and stride % unit:
             return f"stride {stride}"
+    if torch.compiler.is_compiling():
+        return None
     return f"address {tensor.data_ptr():#x}" if tensor.data_ptr() % alignment else None
+
+
+def check_addresses(**tensors: torch.Tensor | None) -> None:
+    """What :func:`check_strides` cannot see of tensors while a graph is traced; all may be parts of the same rows."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        check_strides(name, tensor, min(alignment_of(x.shape[-1] * x.element_size()) for x in given.values()))
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -336,8 +336,9 @@ class _Form:
 
 def _one_beside(q: torch.Tensor) -> torch.Tensor:
     """The factor 1 on the device of q: kept for each, but for calls that are traced or recorded, whose tensors are their own."""
-    recorded = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or recorded or type(q) is not torch.Tensor:
+    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
+        return torch.ones(1, device=q.device)
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.ones(1, device=q.device)
     return _kept_one(q.device)
 

@@ -15,7 +15,7 @@ import torch
 
 from attngen.errors import ArgumentError
 from attngen.ops.append import Places, Rows, Slots, written
-from attngen.ops.checks import torch_dtype
+from attngen.ops.checks import check_addresses, readable, torch_dtype
 from attngen.ops.storage import Extras
 from attngen.spec import Softmax
 from attngen.variant import Variant
@@ -65,16 +65,28 @@ def _forward(
     partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     given = dict(zip(names.split(","), params, strict=True)) if names else {}
-    return _lookup(handle).run_forward(
+    extras, ops = _unflatten(indices), _lookup(handle)
+    check_addresses(q=q, q_pe=extras.q_pe)
+    _check_cache(k, v, extras)
+    return ops.run_forward(
         op,  # type: ignore[arg-type]
         q,
         k,
         v,
-        _unflatten(indices),
+        extras,
         given,
         want_max=want_max,
         partial=partial,
     )
+
+
+def _check_cache(k: torch.Tensor, v: torch.Tensor | None, parts: Extras | Slots) -> None:
+    """Where rows of a cache start; those of latents hold keys and values in one."""
+    check_addresses(k=k, k_pe=parts.k_pe)
+    check_addresses(k_blocks=parts.k_blocks, k_pe_blocks=parts.k_pe_blocks)
+    if parts.k_pe is None:
+        check_addresses(v=v)
+        check_addresses(v_blocks=parts.v_blocks)
 
 
 @_forward.register_fake
@@ -234,8 +246,10 @@ def _append(
 ) -> None:
     k_factor, v_factor = (x if x is not None else y for x, y in zip(factors, (k_scale, v_scale), strict=True))
     slots = Slots(k, v, k_pe, k_blocks, v_blocks, k_pe_blocks, k_factor, v_factor)
+    _check_cache(k, v, slots)
     given = dict(zip(names.split(","), params, strict=True)) if names else {}
-    _lookup(handle).run_append(Rows(*new), slots, Places(*places), given)  # type: ignore[arg-type]
+    rows = Rows(*(None if x is None else readable(x) for x in new))  # type: ignore[arg-type]
+    _lookup(handle).run_append(rows, slots, Places(*places), given)
 
 
 def append(

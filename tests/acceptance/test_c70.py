@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import attngen as ag
-from tests.acceptance.probes import Place, declare, noise, pack
+from tests.acceptance.probes import TRITON, Place, declare, noise, pack
 
 DENSE = declare(4, 2, dtype="fp32", mask=ag.Causal())
 RAGGED = declare(4, 2, dtype="fp32", mask=ag.Causal(), kv=ag.Ragged())
@@ -88,6 +88,35 @@ def test_c70_explicit_backward(kernels: Place, spec: ag.AttentionSpec) -> None:
 
     with torch.no_grad():
         assert_equal(compiled(run)(*tensors), run(*tensors))
+
+
+def test_c70_tracing_reads_no_addresses() -> None:
+    """Meta tensors have none, like a GPU's while a graph is traced."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    table, lens = meta(2, 3, dtype=torch.int32), meta(2, dtype=torch.int32)
+    stored = declare(4, 2, dtype="fp32", kv=ag.Paged(page_size=16, dtype="int8", scale="tensor"))
+    prefill, ops = ag.compile(DENSE, backend="cpp").prefill, ag.compile(stored, backend="cpp")
+    cache = (meta(6, 16, 2, 64, dtype=torch.int8), meta(6, 16, 2, 64, dtype=torch.int8))
+    out, lse = compiled(lambda *args: prefill(*args, return_lse=True), "eager")(*(meta(1, 8, n, 64) for n in (4, 2, 2)))
+    assert (out.shape, lse.shape) == ((1, 8, 4, 64), (1, 8, 4))
+    decoded = compiled(lambda q, c: ops.decode(q, c, page_table=table, kv_lens=lens), "eager")(meta(2, 4, 64), cache)
+    assert decoded.shape == (2, 4, 64)
+    slots = meta(2, dtype=torch.int64)
+    compiled(lambda k, v, c: ops.append(k, v, c, slot_mapping=slots), "eager")(meta(2, 2, 64), meta(2, 2, 64), cache)
+
+
+@pytest.mark.gpu
+def test_c70_addresses_are_checked_when_a_graph_runs() -> None:
+    ops = TRITON.compile(DENSE)
+    run = compiled(ops.prefill)
+    (q, k, v), _ = inputs(TRITON, DENSE)
+    run(q, k, v)
+    memory = torch.zeros(q.numel() + 1, device="cuda")
+    with pytest.raises(ag.ArgumentError, match="not aligned to 16 bytes"):
+        run(memory[1:].view(q.shape), k, v)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

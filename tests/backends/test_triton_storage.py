@@ -69,3 +69,6 @@ def test_rows_of_few_bytes_are_promised_the_alignment_that_they_have() -> None:
     divisors = argument_divisors(ops.op("decode").plan.kernel("forward"))
     assert divisors["k"] == divisors["v_stride_t"] == 8
     assert divisors["out"] == 16
+    spec = ag.AttentionSpec(heads=heads, kv=ag.Paged(16), dtype="fp8_e4m3")
+    ops = ag.compile(spec, target="cuda:sm90a", backend="triton", ops=())
+    assert argument_divisors(ops.op("decode").plan.kernel("forward"))["q_stride_t"] == 8

@@ -150,7 +150,7 @@ def test_pages_do_not_change_a_bit(kernels: Place, name: str, op: str) -> None:
         scales = (
             scales_of(k_scale=parts[0][2], v_scale=parts[1][2])
             if factor is None
-            else {"k_scale": factor, "v_scale": factor}
+            else {"k_scale": factor.to(kernels.device), "v_scale": factor.to(kernels.device)}
         )
         args = ((k, v),) if kv.kind == "paged" else (k, v)
         if op == "prefill" and kv.kind == "paged":
