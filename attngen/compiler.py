@@ -202,7 +202,12 @@ class _Resolver:
         if mine:
             try:
                 plan = _plan_variant(self.variant(op), op, target, key.backend, deterministic=deterministic)
-                future.set_result(build_op(self.spec, plan, self.progress))
+                if deterministic and plan == _plan_variant(
+                    self.variant(op), op, target, key.backend, deterministic=False
+                ):
+                    future.set_result(self(op, device))
+                else:
+                    future.set_result(build_op(self.spec, plan, self.progress))
             except BaseException as error:
                 with self._lock:
                     del self._ops[key]

@@ -147,9 +147,7 @@ def kernel_text(kernel: KernelPlan) -> str:
         lines += [_line("tile", f"{tiles.q} {rows} x {tiles.kv} keys{resources}"), _line("head dims", dims)]
         if kernel.split:
             lines.append(_line("splits", f"clamp(keys // {kernel.min_split}, 1, {kernel.max_splits}) parts a request"))
-        lines += (
-            _span_lines("queries", kernel.queries) if kernel.schedule == "dkdv" else _span_lines("keys", kernel.keys)
-        )
+        lines += _span_lines("queries", kernel.queries) if kernel.by_key else _span_lines("keys", kernel.keys)
         lines += [_line("tile any", expr_text(kernel.tile.any)), _line("tile all", expr_text(kernel.tile.all))]
         if kernel.lists:
             loads = "; ".join(f"{expr_text(load)} by {' and '.join(_axes(load))}" for load in kernel.tile.loads)
@@ -168,7 +166,7 @@ def grid_rule(kernel: KernelPlan) -> str:
         return f"ceil(num_tokens * {variant.num_kv_heads} / {tiles.q})"
     if kernel.schedule in ("merge", "delta"):
         return f"ceil(num_tokens * {variant.num_qo_heads} / {tiles.q})"
-    by_key = kernel.schedule == "dkdv"
+    by_key = kernel.by_key
     heads = variant.num_kv_heads if by_key or kernel.packed else variant.num_qo_heads
     tile, layout = (tiles.kv, variant.kv_layout) if by_key else (tiles.q, variant.q_layout)
     rows = f" * {variant.group_size}" if kernel.packed else ""

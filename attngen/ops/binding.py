@@ -69,6 +69,18 @@ def map_values(inputs: Inputs) -> Values:
     return {name: x if x.dim() == 4 else x[None] for name, x in views.items()}
 
 
+def tile_map_values(plan: KernelPlan, values: Mapping[str, Value]) -> Values:
+    """Of every tensor map of a kernel, the tensor, as ``[request, head, token, dim]``; ``values`` has it by its own name."""
+    found: Values = {}
+    for arg in plan.args:
+        if arg.is_map:
+            tensor = values[arg.name.removesuffix("_tiles")]
+            assert isinstance(tensor, torch.Tensor)
+            heads = tensor.transpose(-3, -2)
+            found[arg.name] = heads if heads.dim() == 4 else heads[None]
+    return found
+
+
 def batch_values(batch: Batch) -> Values:
     """Values of the lengths and index tensors; absent ones stay out and become dummies."""
     values: Values = {

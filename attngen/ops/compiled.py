@@ -56,7 +56,6 @@ class CompiledSpec:
         self._default_dtypes = {p.name: torch_dtype(p.dtype) for p in declared if p.name in self._defaults}
         trained = resolve.variants["backward"]
         self.differentiable = trained.differentiable if isinstance(trained, Variant) else ()
-        self._summed = trained.gradient_params if isinstance(trained, Variant) else ()
         self._prefix_prefill: PrefixPrefill | None = None
         self._gathering: CompiledSpec | None = None
         self._handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
@@ -261,7 +260,7 @@ class CompiledSpec:
         deterministic: bool = False,
     ) -> Gradients:
         """What :meth:`backward` and the registered torch op share; see :func:`calls.backward`."""
-        op = self._resolve("backward", q.device, deterministic=deterministic and bool(self._summed))
+        op = self._resolve("backward", q.device, deterministic=deterministic)
         q, k, v, extras = unpack(op.variant, self.spec.kv, q, k, v, extras)
         return calls.backward(op, dout, q, k, v, out, lse, dlse, extras, params)
 

@@ -12,9 +12,10 @@ import torch
 
 from attngen.backends import reference, registry
 from attngen.backends.base import Batch, Inputs, Launch
-from attngen.ops.binding import Value, Values, input_values, map_values, ordered, tensor_values
+from attngen.ops.binding import Value, Values, input_values, map_values, ordered, tensor_values, tile_map_values
 from attngen.ops.checks import torch_dtype
 from attngen.ops.param_sums import ParamSums
+from attngen.schedule import hopper
 from attngen.schedule.plan import KernelPlan, OpPlan
 from attngen.variant import Variant
 
@@ -156,6 +157,9 @@ class Op:
             values |= sums.row_values(lse, dout)
             self._launch_rows("delta", values, device)
             values |= sums.after_delta
+        if "dqkv" in kernels:
+            self._launch_one_walk(inputs, values)
+            return sums.gradients()
         plan, launch = kernels["dkdv"]
         tiles = key_tiles(plan, inputs)
         programs = tiles * self.variant.num_kv_heads
@@ -176,6 +180,19 @@ class Op:
                 values |= sums.exact_values(pass_idx) | {"pass_idx": pass_idx}
                 launch(programs, ordered(plan, values, device))
         return sums.gradients()
+
+    def _launch_one_walk(self, inputs: Inputs, values: Values) -> None:
+        """dk, dv and sums of dq, then dq."""
+        device = inputs.q.device
+        kernels = self.load(device)
+        plan, launch = kernels["dqkv"]
+        tiles, q_tiles = key_tiles(plan, inputs), query_tiles(plan, inputs)
+        shape = (self.variant.num_qo_heads, q_tiles, hopper.dq_sums(plan))
+        values |= {"dq_sums": torch.zeros(shape, dtype=torch.float32, device=device), "num_q_tiles": q_tiles}
+        values |= tile_map_values(plan, values) | self.tile_lists("query_lists", plan, inputs)
+        launch(tiles * self.variant.num_kv_heads, ordered(plan, values | {"num_tiles": tiles}, device))
+        plan, launch = kernels["dq_cast"]
+        launch(q_tiles * self.variant.num_qo_heads, ordered(plan, values | {"num_tiles": q_tiles}, device))
 
     def _launch_rows(self, schedule: str, values: Mapping[str, Value], device: torch.device) -> None:
         plan, launch = self.load(device)[schedule]

@@ -237,8 +237,8 @@ class Ops(CompiledSpec):
             out, lse: what prefill returned (lse in natural logarithm); without ``partial``. Element-wise normalizers have no lse.
             dlse: gradient of lse, fp32, same shape.
             seed, offset: those of the forward call, where the spec has dropout.
-            deterministic: every gradient is bitwise repeatable. dq, dk, dv always are; parameters of score mods are then summed
-                by another kernel, which runs twice.
+            deterministic: every gradient is bitwise repeatable. dk and dv always are. Where the cuda backend adds up dq in any
+                order, other kernels then run; parameters of score mods are summed by another kernel, which runs twice.
 
         Returns:
             ``(dq, dk, dv, dparams)``: dense, in the shapes and dtypes of q, k, v; ``dparams`` by name, the gate's among them.

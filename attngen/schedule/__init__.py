@@ -19,7 +19,7 @@ def choose_schedule(
     """The kernels that ``op`` runs on ``target``, in launch order; none for a backend without templates.
 
     Args:
-        deterministic: backward sums parameter gradients in a way that does not depend on the order.
+        deterministic: backward sums every gradient in a way that does not depend on the order.
     """
     plans: dict[OpName, Callable[[Variant, Target, str], tuple[KernelPlan, ...]]] = {
         "prefill": plan_prefill,

@@ -31,8 +31,10 @@
                           ``page_indptr[b]``; then ``kv_lens`` holds the tokens of the last page
 ``k_tiles v_tiles``       tensor maps of k and v, ``[request or page, head, token, dim]`` (one request where ragged);
                           ``k_pe_tiles`` of ``k_pe``
-``q_tiles``               likewise of q, for kernels that copy queries too
+``q_tiles dout_tiles``    likewise of q and dout, for kernels that copy queries too
 ``next_item``             i32 ``[1]``, 0 at first: how many programs blocks have taken beyond the first one of each
+``dq_sums``               fp32 ``[num_qo_heads, num_q_tiles, tile]``, zeroed: dq without its factor, tiles of queries in order of
+                          the registers that held them; ``num_q_tiles`` is the number of tiles of queries over all requests
 ``has_dlse``              whether ``dlse`` is read
 ``param_<name>``          each run-time parameter, then ``param_<name>_dim<i>`` (i32) for each axis; ``d_param_<name>`` its gradient
 ``partial_dq_norm``       fp32 ``[programs, head_dim_qk]``, zeroed: each program's share of the gradient of the query norm's
@@ -161,6 +163,11 @@ def tensor_maps(variant: Variant, *, queries: bool = False) -> tuple[Arg, ...]:
 def turns() -> tuple[Arg, ...]:
     """What blocks need to take programs in turn."""
     return (Arg("next_item", "*i32"),)
+
+
+def backward_maps(variant: Variant) -> tuple[Arg, ...]:
+    """What one walk over queries and keys reads, as the hardware copies tiles of it."""
+    return tuple(Arg(f"{name}_tiles", f"tiles<{variant.dtype}>") for name in ("q", "k", "v", "dout"))
 
 
 def param_gradients(variant: Variant) -> tuple[Arg, ...]:

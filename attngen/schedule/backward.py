@@ -1,14 +1,19 @@
-"""Backward kernels: weights are recomputed from lse, gradients are summed inside one program (Dao, arXiv 2307.08691).
+"""Backward kernels: weights are recomputed from lse (Dao, arXiv 2307.08691).
 
 ``delta`` takes ``rowsum(dout * out)``, less what flows through lse, and the gradients of gate and sink; ``dkdv`` walks the queries
 that see a key tile, over all query heads of the group, so that dk and dv need no atomic additions; ``dq`` walks the keys that a
 query tile sees and adds parameter gradients. Deterministically, ``dparams`` sums those as integers, whose order does not matter: a
 first pass finds the largest contribution, from which follows the unit of the second.
+
+On Hopper, ``dqkv`` takes the place of ``dkdv`` and ``dq`` and recomputes each weight once: it adds up dq in fp32, in any order, and
+``dq_cast`` makes dq of the sums. Deterministically the other two run.
 """
 
 from __future__ import annotations
 
+from attngen.schedule import hopper
 from attngen.schedule.arguments import (
+    backward_maps,
     exact_param_gradients,
     param_gradients,
     parameters,
@@ -25,7 +30,10 @@ from attngen.variant import Variant
 
 
 def plan_backward(variant: Variant, target: Target, backend: str, *, deterministic: bool) -> tuple[KernelPlan, ...]:
-    """delta, then dk and dv, then dq, then, if ``deterministic``, parameter gradients; lists of tiles before who reads them."""
+    """delta, then dk and dv, then dq, then, if ``deterministic``, parameter gradients; lists of tiles before who reads them.
+
+    Where one walk makes dk, dv and sums of dq, what makes dq of these comes last.
+    """
     stats = (Arg("lse", "*fp32"), Arg("delta", "*fp32")) if variant.is_softmax else ()
     inputs = (
         *tensor("q", variant.dtype),
@@ -42,6 +50,8 @@ def plan_backward(variant: Variant, target: Target, backend: str, *, determinist
         *random_stream(variant),
         *parameters(variant),
     )
+    if backend == "cuda" and not deterministic and hopper.serves(variant, "dqkv", packed=False, requests="all"):
+        return _in_one_walk(variant, target, inputs, shape)
     q_weight, k_weight = variant.norm_weights
     dq_norm = (Arg("partial_dq_norm", "*fp32"),) if q_weight else ()
     dk_norm = (Arg("partial_dk_norm", "*fp32"),) if k_weight else ()
@@ -84,6 +94,45 @@ def plan_backward(variant: Variant, target: Target, backend: str, *, determinist
         gradients="exact",
     )
     return (*kernels, dparams)
+
+
+def _in_one_walk(
+    variant: Variant, target: Target, inputs: tuple[Arg, ...], shape: tuple[Arg, ...]
+) -> tuple[KernelPlan, ...]:
+    """delta, then dk, dv and sums of dq, then dq."""
+    sums = Arg("dq_sums", "*fp32")
+    dqkv = plan_kernel(
+        variant,
+        "backward",
+        "dqkv",
+        target,
+        "cuda",
+        args=(
+            *backward_maps(variant),
+            *inputs,
+            *tensor("dk", variant.dtype),
+            *tensor("dv", variant.dtype),
+            sums,
+            Arg("num_q_tiles", "i32"),
+            *shape,
+        ),
+    )
+    dq_cast = plan_kernel(
+        variant,
+        "backward",
+        "dq_cast",
+        target,
+        "cuda",
+        tiles=dqkv.tiles,
+        args=(
+            sums,
+            *tensor("dq", variant.dtype),
+            *sequences(variant),
+            Arg("num_tokens", "i32"),
+            Arg("num_tiles", "i32"),
+        ),
+    )
+    return (*_delta(variant, target, "cuda"), *plan_lists(dqkv, "query_lists"), dqkv, dq_cast)
 
 
 def _delta(variant: Variant, target: Target, backend: str) -> tuple[KernelPlan, ...]:

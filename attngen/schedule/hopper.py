@@ -14,6 +14,7 @@ _COPY = 16  # bytes that a thread copies at a time
 _PIECE = 64  # dims of a tile that lie in one row of shared memory
 _CONSUMER_ROWS = 64  # queries of a warpgroup
 _ITEMS, _ITEM = 2, 96  # tiles of queries that are known in advance, and bytes, at most, that describe one
+_TOLD = 192  # bytes of barriers and of what warps tell each other in one walk of backward
 
 
 def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> bool:
@@ -22,6 +23,8 @@ def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> b
     Args:
         packed, requests: ``packed`` and ``serves`` of the plan.
     """
+    if schedule in ("dqkv", "dq_cast"):
+        return _serves_backward(variant)
     if schedule != "forward":
         return False
     return (requests == "all" and _serves_packed(variant)) if packed else _serves_query_tiles(variant)
@@ -45,6 +48,26 @@ def _serves_query_tiles(variant: Variant) -> bool:
         and not variant.mask_reads_each_pair
         and not variant.score_reads_pairs
         and all(dim <= 256 for dim in (variant.head_dim_qk, variant.head_dim_vo))
+    )
+
+
+def _serves_backward(variant: Variant) -> bool:
+    """All gradients in one walk: where a multiprocessor holds dk and dv of 128 keys in registers.
+
+    Data of each pair as in prefill. Parameters' gradients would take a walk of their own, and with it what is gained.
+    """
+    dims = (variant.head_dim_qk, variant.head_dim_vo)
+    return (
+        variant.is_softmax
+        and variant.dtype in ("bf16", "fp16")
+        and variant.out_dtype == variant.dtype
+        and not variant.is_transformed
+        and not variant.dropout
+        and not variant.mask_reads_each_pair
+        and not variant.score_reads_pairs
+        and not variant.gradient_params
+        and all(32 < dim <= 128 for dim in dims)
+        and block(dims[0]) == block(dims[1])
     )
 
 
@@ -113,9 +136,26 @@ def stage(plan: KernelPlan) -> Stage:
     return Stage(plan.tiles.kv, *numbers, *blocks, *scales)
 
 
+def block(head_dim: int) -> int:
+    """Columns that a head dim takes in shared memory, whose rows have 128 bytes."""
+    return -(-head_dim // _PIECE) * _PIECE
+
+
+def dq_sums(plan: KernelPlan) -> int:
+    """Numbers in a tile of the sums of dq."""
+    return plan.tiles.q * block(plan.variant.head_dim_qk)
+
+
 def launch_shape(plan: KernelPlan) -> tuple[int, int]:
     """Threads of a block, and bytes of its dynamic shared memory."""
     tiles = plan.tiles
+    if plan.schedule == "dq_cast":
+        return 256, 0
+    if plan.schedule == "dqkv":
+        width = block(plan.variant.head_dim_qk)
+        loaded = 2 * tiles.kv * width * 2 + 2 * tiles.num_stages * tiles.q * width * 2  # k and v; q and dout
+        made = tiles.num_stages * (tiles.q * tiles.kv * 2 + 2 * tiles.q * 4)  # dscore; lse and delta
+        return 32 * tiles.num_warps, loaded + made + _TOLD
     if not plan.packed:
         return 32 * tiles.num_warps, _query_tiles_bytes(plan)
     # After the loop, the same memory holds the results of all warps: out and, for each row, maximum and sum.
@@ -133,5 +173,7 @@ def _query_tiles_bytes(plan: KernelPlan) -> int:
 
 def map_boxes(plan: KernelPlan) -> list[tuple[int, ...]]:
     """What one copy takes by each of a kernel's tensor maps ``[request, head, token, dim]``."""
-    rows = {"q_tiles": _CONSUMER_ROWS, "k_tiles": plan.tiles.kv, "v_tiles": plan.tiles.kv}
+    tiles = plan.tiles
+    q_rows = tiles.q if plan.schedule == "dqkv" else _CONSUMER_ROWS
+    rows = {"q_tiles": q_rows, "dout_tiles": q_rows, "k_tiles": tiles.kv, "v_tiles": tiles.kv}
     return [(1, 1, rows[arg.name], _PIECE) for arg in plan.args if arg.is_map]

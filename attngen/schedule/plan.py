@@ -67,8 +67,8 @@ class KernelPlan:
     """Everything a template may ask.
 
     Attributes:
-        schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``dparams``, ``key_lists``,
-            ``query_lists``, ``append``; also the template's file name.
+        schedule: which algorithm: ``forward``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``dqkv``, ``dq_cast``, ``dparams``,
+            ``key_lists``, ``query_lists``, ``append``; also the template's file name.
         entry: kernel name, made from the variant.
         op: the op it serves.
         variant, target, backend: what, for which device, by which toolchain.
@@ -127,6 +127,11 @@ class KernelPlan:
         """Whether blocks stay on their multiprocessor and take one program after the other."""
         return any(arg.name == "next_item" for arg in self.args)
 
+    @property
+    def by_key(self) -> bool:
+        """Whether a program takes a tile of keys and walks queries, instead of the reverse."""
+        return self.schedule in ("dkdv", "dqkv")
+
     def reading(self, side: Side) -> Reading:
         """How the kernel reads queries, keys or values."""
         return reading(self.variant, side, self.target)
@@ -155,4 +160,4 @@ class OpPlan:
     @property
     def deterministic(self) -> bool:
         """Whether every result is bitwise repeatable."""
-        return not any(kernel.gradients == "added" for kernel in self.kernels)
+        return not any(kernel.gradients == "added" or kernel.schedule == "dqkv" for kernel in self.kernels)

@@ -53,7 +53,7 @@ def plan_kernel(
     if backend == "cuda" and not hopper.serves(variant, schedule, packed=packed, requests=serves):
         backend = "triton"
     lists = has_lists(variant) and not packed and schedule not in ("merge", "delta")
-    per_head = not packed and (schedule != "dkdv" or lists)
+    per_head = not packed and (schedule not in ("dkdv", "dqkv") or lists)
     keys, queries, tile = _visibility(variant.mask, _UNIFORM | {"h"} if per_head else _UNIFORM, extents=lists)
     if packed and has_lists(variant):
         # What is left without the data is in the span, and a test would cost more than it saves.

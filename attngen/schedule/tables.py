@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.dtypes import DTYPES
-from attngen.ir.expr import TRUE
+from attngen.ir.differentiate import differentiate
+from attngen.ir.expr import SCORE, TRUE, Const
 from attngen.schedule.plan import Tiles
 from attngen.schedule.reading import smallest_depth
 from attngen.target import Target
@@ -19,7 +20,7 @@ class Row:
     Columns in tensors of their own (``head_dim_pe``) are left out of the head dim.
 
     Attributes:
-        schedule: ``prefill``, ``decode``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``append``.
+        schedule: ``prefill``, ``decode``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``dqkv``, ``append``.
         head_dim: largest padded head dim the row serves.
         tiles: the choice.
         itemsize: bytes an element it was chosen for; 0 fits all.
@@ -28,6 +29,7 @@ class Row:
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
         plain: only where a pair costs a product and an exponential (``True``), only where it costs more, by a score mod or
             dropout (``False``), or both (``None``).
+        sloped: only where the slope of the logit is not 1 (``True``), or wherever (``False``): backward keeps it for each pair.
         mask_data: only where the mask reads data by position (``True``), or wherever (``False``): rows meet few tiles.
         mask_pairs: only where the mask reads data of each pair (``True``), or wherever (``False``).
         transformed: only where queries and keys are normed or rotated (``True``), or wherever (``False``).
@@ -49,6 +51,7 @@ class Row:
     group_size: int = 1
     masked: bool | None = None
     plain: bool | None = None
+    sloped: bool = False
     mask_data: bool = False
     mask_pairs: bool = False
     transformed: bool = False
@@ -180,6 +183,9 @@ CUDA = (
     Row("decode", 128, Tiles(8, 32, 4, 3, blocks=4), archs=("sm90a",), kv_bits=4),
     Row("decode", 128, Tiles(8, 16, 4, 4, blocks=4), archs=("sm90a",)),
     Row("decode", 256, Tiles(8, 16, 4, 3, blocks=2), archs=("sm90a",)),
+    Row("dqkv", 64, Tiles(64, 128, 12, 2), archs=("sm90a",), sloped=True),
+    Row("dqkv", 64, Tiles(128, 128, 12, 2), archs=("sm90a",)),
+    Row("dqkv", 128, Tiles(64, 128, 12, 2), archs=("sm90a",)),
 )
 
 INTERPRET = (
@@ -231,6 +237,7 @@ def choose_tiles(
             and (rows or variant.group_size) >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
+            and (not row.sloped or differentiate(variant.score, SCORE) != Const(1.0))
             and row.mask_data <= variant.mask_reads_data
             and row.mask_pairs <= variant.mask_reads_pairs
             and row.table <= (variant.rope is not None and variant.rope.table is not None)

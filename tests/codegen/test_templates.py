@@ -39,7 +39,8 @@ def test_each_folder_has_a_template_for_each_schedule(backend: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ag.shipped_specs()))
 @pytest.mark.parametrize(
-    ("backend", "target"), [("cpp", "cpu:x86-64-v3"), ("triton", "cuda:sm90a"), ("triton", "hip:gfx942")]
+    ("backend", "target"),
+    [("cpp", "cpu:x86-64-v3"), ("triton", "cuda:sm90a"), ("triton", "hip:gfx942"), ("cuda", "cuda:sm90a")],
 )
 def test_every_spec_renders_for_every_op(name: str, backend: str, target: str) -> None:
     spec = ag.load_spec(name)

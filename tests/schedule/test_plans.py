@@ -8,6 +8,7 @@ import attngen as ag
 from attngen.compiler import plan_op
 from attngen.ir.scalar import evaluate_scalar
 from attngen.ops.op import tiles_of
+from attngen.schedule import hopper
 from attngen.target import Target
 
 SHORT = ("", "_short")  # heads that share keys have a kernel for short requests
@@ -99,3 +100,37 @@ def test_short_requests_of_grouped_heads_have_a_kernel_of_their_own() -> None:
     for fields in ({**heads, "heads": ag.MHA(8, 64)}, {**heads, "dropout": 0.1}):
         (only,) = plan_op(ag.AttentionSpec(**fields), "prefill", H200, "triton").kernels
         assert (only.serves, only.packed) == ("all", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kernels"),
+    [
+        ({"mask": ag.Causal()}, "triton:delta cuda:dqkv cuda:dq_cast"),
+        ({"mask": ag.Causal() & ag.Document("doc_ids")}, "triton:delta triton:query_lists cuda:dqkv cuda:dq_cast"),
+        ({"normalizer": ag.Softmax(sink="sinks"), "output_gate": "gate"}, "triton:delta cuda:dqkv cuda:dq_cast"),
+        ({"dtype": "fp32"}, "triton:delta triton:dkdv triton:dq"),
+        ({"normalizer": ag.Sigmoid()}, "triton:dkdv triton:dq"),
+        ({"dropout": 0.1}, "triton:delta triton:dkdv triton:dq"),
+        ({"rope": ag.Rope()}, "triton:delta triton:dkdv triton:dq"),
+        ({"score_mods": (ag.ALiBi("slopes"),)}, "triton:delta triton:dkdv triton:dq"),
+    ],
+)
+def test_one_walk_makes_all_gradients_on_hopper(fields: dict[str, object], kernels: str) -> None:
+    spec = ag.AttentionSpec(heads=ag.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=128), **fields)
+    plan = plan_op(spec, "backward", H200, "cuda")
+    assert " ".join(f"{kernel.backend}:{kernel.schedule}" for kernel in plan.kernels) == kernels
+    exact = plan_op(spec, "backward", H200, "cuda", deterministic=True)
+    assert exact.deterministic
+    assert "dqkv" not in [kernel.schedule for kernel in exact.kernels]
+    assert plan.deterministic == (plan == exact)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 72, 96, 128, 136, 192, 256])
+def test_tiles_of_one_walk_fit_shared_memory(head_dim: int) -> None:
+    plan = plan_op(ag.AttentionSpec(heads=ag.MHA(4, head_dim)), "backward", H200, "cuda")
+    served = [kernel for kernel in plan.kernels if kernel.schedule == "dqkv"]
+    assert bool(served) == (32 < head_dim <= 128)
+    for kernel in served:
+        threads, shared = hopper.launch_shape(kernel)
+        assert threads == 128 * (1 + kernel.tiles.kv // 64)
+        assert shared <= 227 << 10
