@@ -10,7 +10,7 @@ import torch
 
 import attngen as ag
 from tests.acceptance.latents import declare_latents, exact_latents
-from tests.acceptance.probes import TRITON, assert_near, declare, exact, int32, noise
+from tests.acceptance.probes import TRITON, Place, assert_near, declare, exact, int32, noise
 
 PAGE, PAGES = 64, 16500  # a page of keys and values holds 131072 elements
 
@@ -31,6 +31,23 @@ def test_c38_last_pages_of_a_large_pool() -> None:
     for out in (ops.decode(q, pool, **where), ops.prefill(q, pool, qo_indptr=int32([0, 1, 2]).cuda(), **where)):
         assert torch.equal(out[0], out[1])
         assert_near(out[:1].cpu(), exact(request).out)
+
+
+def test_c38_last_pages_of_a_large_pool_of_bytes_are_written_and_read(kernels: Place) -> None:
+    """On the CPU only the pages that are touched take memory."""
+    spec = declare(16, 8, 128, dtype="bf16", kv=ag.Paged(page_size=PAGE, dtype="fp8_e4m3"))
+    request, device = noise(spec, 1, 200), kernels.device
+    pool = torch.zeros(PAGES, 2, PAGE, 8, 128, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    table = torch.tensor([[0, 1, 2, 3], [PAGES - 4, PAGES - 3, PAGES - 2, PAGES - 1]], dtype=torch.int32)
+    ops = kernels.compile(spec)
+    token = torch.arange(200)
+    for pages in table.long():
+        slots = pages[token // PAGE] * PAGE + token % PAGE
+        ops.append(request.k.to(device), request.v.to(device), pool, slot_mapping=slots.to(device))
+    q = request.q.expand(2, -1, -1).contiguous().to(device)
+    out = ops.decode(q, pool, page_table=table.to(device), kv_lens=int32([200, 200]).to(device))
+    assert torch.equal(out[0], out[1])
+    assert_near(out[:1].cpu(), exact(request).out, atol=3e-2)
 
 
 @pytest.mark.gpu

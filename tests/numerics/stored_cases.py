@@ -117,6 +117,9 @@ def latent_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     narrow = ag.MLA(num_qo_heads=8, **{**small, "head_dim_kpe": 16})
     tiny = ag.AttentionSpec(heads=narrow, mask=ag.Causal(), kv=ag.Paged(16, dtype="nvfp4"), dtype=dtypes[1])
     yield Case("latent-narrow-decode", tiny, "decode", *DECODE_LENS[0], seed=2)
+    heads = ag.MLA(num_qo_heads=128, **small)
+    wide = ag.AttentionSpec(heads=heads, mask=ag.Causal(), kv=ag.Paged(64, dtype="fp8_e4m3"), dtype=dtypes[1])
+    yield Case("latent-128-heads-decode", wide, "decode", *DECODE_LENS[1], "stacked", seed=4)
     many = ag.AttentionSpec(heads=ag.MLA(num_qo_heads=3, **small), mask=ag.Causal(), kv=ag.Paged(16), dtype=next(dtype))
     yield Case("latent-chunk-decode", many, "decode", (70, 9, 0), (130, 9, 20), seed=1)
     for index, kv in enumerate((ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16, dtype="fp8_e4m3"))):
