@@ -7,7 +7,7 @@ import torch
 
 import attngen as ag
 from tests.acceptance.latents import declare_latents, decode_latents, exact_latents
-from tests.acceptance.probes import Place, State, assert_near
+from tests.acceptance.probes import Place, Request, State, assert_near, band, exact
 
 SMALL = ag.MLA(num_qo_heads=3, head_dim_ckv=96, head_dim_kpe=32, head_dim_nope=48, head_dim_vo=48)
 WIDE = ag.MLA(num_qo_heads=5)
@@ -62,6 +62,50 @@ def test_a_chunk_of_many_tokens_over_a_prefix(kernels: Place) -> None:
     qo_lens, kv_lens = (200, 77), (330, 77)
     q, keys = noise(spec, 200, kv_lens)
     check(spec, decode_latents(kernels, spec, q, keys, qo_lens=qo_lens), q, keys, qo_lens)
+
+
+def test_a_chunk_over_latents_and_projected_tokens_merges(kernels: Place) -> None:
+    """Absorbed over the prefix, projected over the new tokens, as the refusal of ``kv_cache=`` beside latents advises."""
+    generator = torch.Generator().manual_seed(7)
+    prefix, new, heads = (37, 128), 9, SMALL.num_qo_heads
+    spec = ag.AttentionSpec(heads=SMALL, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(16))
+    ops, device = kernels.compile(spec), kernels.device
+    to_keys, to_values = (torch.randn(heads, 96, 48, generator=generator) * 96**-0.5 for _ in range(2))
+    latents = [torch.randn(n + new, 128, generator=generator) for n in prefix]
+    q = torch.randn(len(prefix), new, heads, 80, generator=generator)
+    pool = torch.full((12, 16, 128), torch.nan)
+    table = torch.tensor([[7, 2, 5, -1, -1, -1, -1, -1], [0, 9, 4, 1, 11, 3, 8, 6]]).int()
+    for n, row, own in zip(prefix, table.tolist(), latents, strict=True):
+        for page, chunk in zip(row, own[:n].split(16), strict=False):
+            pool[page, : len(chunk)] = chunk
+    absorbed = torch.cat([torch.einsum("bqhd,hcd->bqhc", q[..., :48], to_keys), q[..., 48:]], -1)
+    lens = torch.tensor(prefix).int().to(device)
+    states = [
+        ops.decode(
+            absorbed.to(device),
+            pool.to(device),
+            page_table=table.to(device),
+            kv_lens=lens,
+            q_offset=lens,
+            return_lse=True,
+            partial=True,
+        )
+    ]
+    fresh = torch.cat([own[n:] for n, own in zip(prefix, latents, strict=True)])
+    k, v = (torch.einsum("tc,hcd->thd", fresh[:, :96], weight) for weight in (to_keys, to_values))
+    k = torch.cat([k, fresh[:, None, 96:].expand(-1, heads, -1)], -1)
+    indptr = torch.tensor([0, new, 2 * new]).int().to(device)
+    rows = (x.to(device) for x in (q.flatten(0, 1), k, v))
+    states.append(ops.prefill(*rows, qo_indptr=indptr, kv_indptr=indptr, return_lse=True, partial=True))
+    over_prefix = torch.einsum("bqhc,hcd->bqhd", states[0][0].cpu(), to_values).flatten(0, 1)
+    lse = (states[0][1].cpu().flatten(0, 1), states[1][1].cpu())
+    found = ag.merge_states((over_prefix, states[1][0].cpu()), lse)
+    for b, (n, own) in enumerate(zip(prefix, latents, strict=True)):
+        keys, values = (torch.einsum("tc,hcd->thd", own[:, :96], weight) for weight in (to_keys, to_values))
+        keys = torch.cat([keys, own[:, None, 96:].expand(-1, heads, -1)], -1)
+        want = exact(Request(q[b], keys, values), band(new, n + new), sm_scale=80**-0.5)
+        assert_near(found[0].view(2, new, heads, 48)[b], want.out, atol=2e-5)
+        assert_near(found[1].view(2, new, heads)[b], want.lse, atol=2e-5)
 
 
 def test_a_request_cut_into_parts_does_not_depend_on_its_neighbours(kernels: Place) -> None:
