@@ -70,13 +70,17 @@ def map_values(inputs: Inputs) -> Values:
 
 
 def tile_map_values(plan: KernelPlan, values: Mapping[str, Value]) -> Values:
-    """Of every tensor map of a kernel, the tensor, as ``[request, head, token, dim]``; ``values`` has it by its own name."""
+    """Of every tensor map of a kernel, the tensor, as ``[request, head, token, dim]``; ``values`` has it by its own name.
+
+    Expanded tensors are copied, since maps have no stride of 0.
+    """
     found: Values = {}
     for arg in plan.args:
         if arg.is_map:
             tensor = values[arg.name.removesuffix("_tiles")]
             assert isinstance(tensor, torch.Tensor)
-            heads = tensor.transpose(-3, -2)
+            is_expanded = any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+            heads = (tensor.contiguous() if is_expanded else tensor).transpose(-3, -2)
             found[arg.name] = heads if heads.dim() == 4 else heads[None]
     return found
 
