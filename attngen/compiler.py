@@ -28,10 +28,10 @@ from attngen.backends.base import Backend
 from attngen.backends.registry import backend as get_backend
 from attngen.backends.registry import default_backend
 from attngen.codegen.render import RenderedKernel, render
-from attngen.errors import ArgumentError, UnsupportedError
+from attngen.errors import ArgumentError, SlowKernelError, UnsupportedError
 from attngen.ir.text import to_text
 from attngen.ops import BuiltKernel, Op, Ops
-from attngen.schedule import KernelPlan, OpPlan, choose_schedule
+from attngen.schedule import KernelPlan, OpPlan, choose_schedule, retile
 from attngen.settings import Settings
 from attngen.spec import AttentionSpec
 from attngen.store import Artifact, Store
@@ -119,6 +119,7 @@ def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] 
         return Op(plan, ())
     settings = Settings.from_env()
     store = Store.from_settings(settings)
+    slow: list[KernelPlan] = []
 
     def build(kernel: KernelPlan) -> BuiltKernel:
         rendered, toolchain = render_kernel(kernel), _toolchain(kernel.backend)
@@ -129,13 +130,22 @@ def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] 
             if progress is not None:
                 progress(f"{kernel.entry} for {kernel.target}")
             about = {"spec": spec.name or "", "op": plan.op, "backend": kernel.backend, "explain": _explain(spec, plan)}
-            artifact = store.get_or_build(rendered, toolchain, about)
+            try:
+                artifact = store.get_or_build(rendered, toolchain, about)
+            except SlowKernelError:
+                slow.append(kernel)
+                raise
         return BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata)
 
-    if len(plan.kernels) == 1:
-        return Op(plan, [build(plan.kernels[0])])
-    with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
-        return Op(plan, list(pool.map(build, plan.kernels)))
+    try:
+        if len(plan.kernels) == 1:
+            return Op(plan, [build(plan.kernels[0])])
+        with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
+            return Op(plan, list(pool.map(build, plan.kernels)))
+    except SlowKernelError as error:
+        tiles = slow[0].tiles
+        log.warning("attngen: %s with tiles of %d x %d: %s; others are tried", error.what, tiles.q, tiles.kv, error.why)
+        return build_op(spec, retile(plan, slow[0]), progress)
 
 
 def _show(level: int, plan: KernelPlan, rendered: RenderedKernel, artifact: Artifact | None) -> None:

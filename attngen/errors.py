@@ -52,5 +52,9 @@ class BuildError(AttngenError):
     log: str = ""
 
 
+class SlowKernelError(BuildError):
+    """Machine code was made, but not as fast as its tiles were chosen for: with other tiles it will be."""
+
+
 class CacheMissError(AttngenError):
     """``ATTNGEN_REQUIRE_CACHED`` is set and a kernel is not in any cache."""

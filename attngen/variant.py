@@ -97,6 +97,11 @@ class Variant:
         return tuple(dict.fromkeys(node for node in self.score.walk() if isinstance(node, Load)))
 
     @property
+    def mask_loads(self) -> tuple[Load, ...]:
+        """Distinct parameter loads of the mask."""
+        return tuple(dict.fromkeys(node for node in self.mask.walk() if isinstance(node, Load)))
+
+    @property
     def mask_reads_data(self) -> bool:
         """Whether the mask loads data by position."""
         return any(isinstance(node, Load) and coords(node) & {"q", "k"} for node in self.mask.walk())

@@ -18,13 +18,14 @@ from attngen.codegen.dialects import CudaDialect
 from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
-from attngen.errors import BuildError, UnsupportedError
+from attngen.errors import BuildError, SlowKernelError, UnsupportedError
 from attngen.schedule.hopper import ARCH, launch_shape, map_boxes
 from attngen.schedule.plan import KernelPlan
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
 _FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+MOST_SPILLS = 256  # bytes; warps that only start copies have few registers, and may spill some
 SWIZZLE_128 = 3  # of a tensor map, in the driver's numbers
 _DISTRIBUTIONS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
 
@@ -66,12 +67,13 @@ class CudaBackend:
         """Compile the source to a cubin; ``ptxas -v`` tells registers and spills."""
         options = [flag for flag in kernel.flags if not flag.startswith("launch:")]
         cubin, log = compile_cubin(kernel, options)
+        facts = resources(log)
+        if "serialized" in facts or facts.get("spills", 0) > MOST_SPILLS:
+            raise _slow(kernel, facts, log)
         binary = f"{kernel.entry}.cubin"
         (folder / binary).write_bytes(cubin)
-        facts = dict(flag.removeprefix("launch:").split("=") for flag in kernel.flags if flag.startswith("launch:"))
-        return BuildResult(
-            binary=binary, metadata={name: int(x) for name, x in facts.items()} | resources(log), log=log
-        )
+        launch = dict(flag.removeprefix("launch:").split("=") for flag in kernel.flags if flag.startswith("launch:"))
+        return BuildResult(binary=binary, metadata={name: int(x) for name, x in launch.items()} | facts, log=log)
 
     def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
         """A function that launches the kernel on the device's current stream."""
@@ -90,8 +92,12 @@ class CudaBackend:
 
 
 def resources(log: str) -> dict[str, int]:
-    """Registers a thread and bytes spilled, as ``ptxas -v`` reports them."""
-    found = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill stores"}
+    """What ``ptxas -v`` reports: registers a thread, bytes spilled, and a warning by which products wait for each other."""
+    found = {
+        "registers": r"Used (\d+) registers",
+        "spills": r"(\d+) bytes spill stores",
+        "serialized": r"\(C(751[0-5])\)",
+    }
     return {name: int(match[1]) for name, pattern in found.items() if (match := re.search(pattern, log))}
 
 
@@ -124,6 +130,18 @@ def _text(size_of: Any, read: Any, program: Any) -> bytes:
     buffer = bytes(size)
     read(program, buffer)
     return buffer
+
+
+def _slow(kernel: RenderedKernel, facts: Mapping[str, int], log: str) -> SlowKernelError:
+    spills = f"{facts['spills']} bytes of registers spill"
+    error = SlowKernelError(
+        f"{kernel.entry} is slow",
+        where="ptxas",
+        why=f"products wait for each other (C{facts['serialized']})" if "serialized" in facts else spills,
+        fix="choose smaller tiles",
+    )
+    error.log = log
+    return error
 
 
 def _failure(kernel: RenderedKernel, status: str, log: str) -> BuildError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from attngen.schedule.append import plan_append
 from attngen.schedule.backward import plan_backward
 from attngen.schedule.forward import plan_decode, plan_prefill
 from attngen.schedule.plan import Arg, KernelPlan, OpPlan, Tiles
+from attngen.schedule.tables import choose_tiles
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
@@ -31,4 +33,24 @@ def choose_schedule(
     return OpPlan(op=op, backend=backend, target=target, variant=variant, kernels=kernels)
 
 
-__all__ = ["Arg", "KernelPlan", "OpPlan", "Tiles", "choose_schedule"]
+def retile(plan: OpPlan, rejected: KernelPlan) -> OpPlan:
+    """The same op with the next choice of tiles for one of its kernels; with Triton's kernels where there is none."""
+    variant, schedule = plan.variant, rejected.op if rejected.schedule == "forward" else rejected.schedule
+    try:
+        tiles = choose_tiles(
+            rejected.backend, schedule, variant, plan.target, mappable=rejected.tiles.maps, after=rejected.tiles
+        )
+    except LookupError:
+        return choose_schedule(variant, plan.op, plan.target, "triton", deterministic=plan.deterministic)
+
+    def retiled(kernel: KernelPlan) -> KernelPlan:
+        if kernel.role == rejected.role:
+            return replace(kernel, tiles=tiles)
+        if rejected.lists and kernel.schedule == "key_lists":
+            return replace(kernel, tiles=replace(kernel.tiles, q=tiles.q, kv=tiles.kv))
+        return kernel
+
+    return replace(plan, kernels=tuple(retiled(kernel) for kernel in plan.kernels))
+
+
+__all__ = ["Arg", "KernelPlan", "OpPlan", "Tiles", "choose_schedule", "retile"]

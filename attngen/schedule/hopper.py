@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.dtypes import DTYPES, Storage
+from attngen.ir.expr import coords
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
 
@@ -13,7 +14,7 @@ _MAX_PACKED_ROWS = 0
 _COPY = 16  # bytes that a thread copies at a time
 _PIECE = 64  # dims of a tile that lie in one row of shared memory
 _CONSUMER_ROWS = 64  # queries of a warpgroup
-_ITEMS, _ITEM = 2, 96  # tiles of queries that are known in advance, and bytes, at most, that describe one
+_ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
 _TOLD = 192  # bytes of barriers and of what warps tell each other in one walk of backward
 
 
@@ -165,10 +166,20 @@ def launch_shape(plan: KernelPlan) -> tuple[int, int]:
 
 def _query_tiles_bytes(plan: KernelPlan) -> int:
     """Shared memory of a kernel over tiles of queries: these, keys and values, barriers, and what there is to do."""
-    tiles, row = plan.tiles, 2 * _PIECE
-    qk, vo = (-(-dim // _PIECE) * row for dim in (plan.variant.head_dim_qk, plan.variant.head_dim_vo))
-    barriers = 8 * (2 * tiles.q // _CONSUMER_ROWS + 4 * tiles.num_stages + 2 * _ITEMS)
-    return tiles.q * qk + tiles.num_stages * tiles.kv * (qk + vo) + barriers + _ITEMS * _ITEM + 4 * tiles.num_stages
+    tiles, variant, row = plan.tiles, plan.variant, 2 * _PIECE
+    qk, vo = (-(-dim // _PIECE) * row for dim in (variant.head_dim_qk, variant.head_dim_vo))
+    barriers = 8 * (2 * tiles.q_stages * tiles.q // _CONSUMER_ROWS + 4 * tiles.num_stages + 2 * _ITEMS)
+    # Up to four columns that keys read from memory, of two tiles, for each warpgroup.
+    loads = {*variant.score_loads, *variant.mask_loads}
+    gathered = 4 * 4 * 2 * tiles.kv * tiles.q // _CONSUMER_ROWS if any(coords(load) & {"k"} for load in loads) else 0
+    return (
+        gathered
+        + tiles.q_stages * tiles.q * qk
+        + tiles.num_stages * tiles.kv * (qk + vo)
+        + barriers
+        + _ITEMS * _ITEM
+        + 4 * tiles.num_stages
+    )
 
 
 def map_boxes(plan: KernelPlan) -> list[tuple[int, ...]]:

@@ -46,6 +46,7 @@ class Tiles:
         max_registers: most registers a thread may have; 0 leaves them to the assembler.
         maps: keys and values come by tensor maps.
         keys_first: products are of keys with queries and of values with weights, in this order: then a tile may have 8 rows.
+        q_stages: tiles of queries in shared memory.
         in_turns: warpgroups that multiply take turns to issue products, so that the exponentials of one run under the products
             of another.
         blocks: blocks that share a multiprocessor, at least; bounds the registers of CUDA kernels.
@@ -58,6 +59,7 @@ class Tiles:
     max_registers: int = 0
     maps: bool = False
     keys_first: bool = False
+    q_stages: int = 1
     in_turns: bool = False
     blocks: int = 1
 

@@ -172,11 +172,9 @@ TRITON = (
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
 # bytes in flight the same.
 CUDA = (
-    Row("prefill", 64, Tiles(128, 128, 12, 2, maps=True, in_turns=True), mask_data=True),
-    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, in_turns=True)),
+    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True)),
     Row("prefill", 128, Tiles(128, 176, 12, 2, maps=True, in_turns=True), masked=False, plain=True),
-    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, in_turns=True)),
-    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), mask_data=True),
+    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True)),
     Row("prefill", 192, Tiles(128, 112, 12, 2, maps=True, in_turns=True)),
     Row("prefill", 256, Tiles(128, 80, 12, 2, maps=True), masked=False, plain=True),
     Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True)),
@@ -212,7 +210,14 @@ CPP = (
 
 
 def choose_tiles(
-    backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False, rows: int = 0
+    backend: str,
+    schedule: str,
+    variant: Variant,
+    target: Target,
+    *,
+    mappable: bool = False,
+    rows: int = 0,
+    after: Tiles | None = None,
 ) -> Tiles:
     """The first fitting row of the backend's table.
 
@@ -220,6 +225,7 @@ def choose_tiles(
         schedule: as in :class:`Row`.
         mappable: whether the kernel can use tensor maps.
         rows: packed rows of a request, for rows of the table that ask for a ``group_size``; that of the variant by default.
+        after: the choice before, that was of no use.
     """
     table = {"cpp": CPP, "cuda": CUDA}.get(backend) or (INTERPRET if target.kind == "interpret" else TRITON)
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
@@ -228,8 +234,12 @@ def choose_tiles(
     keys, queries = (
         smallest_depth(variant, axis, target) if backend == "triton" else 0 for axis in ("keys", "queries")
     )
+    # Lists of tiles are made by Triton.
+    listed = backend == "cuda" and variant.mask_reads_data
     for row in table:
-        if (
+        if after is not None:
+            after = None if row.tiles == after else after
+        elif (
             row.schedule == schedule
             and head_dim <= row.head_dim
             and row.itemsize in (0, itemsize)
@@ -246,6 +256,7 @@ def choose_tiles(
             and row.score_pairs <= variant.score_reads_pairs
             and row.tiles.maps <= (mappable and variant.page_size % row.tiles.kv == 0)
             and (not row.kv_bits or stored_bits <= row.kv_bits)
+            and not (listed and (row.tiles.q & (row.tiles.q - 1) or row.tiles.kv & (row.tiles.kv - 1)))
             and (row.tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))
             and (row.tiles.q >= queries or schedule != "dkdv")
         ):

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import attngen as ag
-from attngen.backends.cuda import CudaBackend, compile_cubin
+from attngen.backends.cuda import CudaBackend, compile_cubin, resources
+from attngen.codegen.render import RenderedKernel
+from attngen.codegen.toolchain import BuildResult
 from attngen.compiler import plan_op, render_kernel
+from attngen.errors import SlowKernelError
+from attngen.schedule import retile
 from attngen.schedule.hopper import launch_shape
 from attngen.schedule.plan import KernelPlan
+from attngen.schedule.tables import CUDA
 from attngen.target import Target
 
 H200 = Target.parse("cuda:sm90a")
 SHARED = 227 << 10
+PREFILL = [row for row in CUDA if row.schedule == "prefill"]
 CAUSAL = ag.Causal()
 CAP, ALIBI = ag.SoftCap(cap=30.0), ag.ALiBi()
 
@@ -95,6 +104,60 @@ def test_constants_are_left_to_the_exponential_and_rows_to_their_end() -> None:
     biased = render_kernel(_forward(SERVED["alibi"])).source
     assert re.search(r"score = score \* [\d.]+f \+ column_0;", biased)
     assert "row_shift = row_0;" in biased
+
+
+@pytest.mark.parametrize("index", range(len(PREFILL)))
+def test_every_row_of_the_table_fits_a_multiprocessor(index: int) -> None:
+    row = PREFILL[index]
+    wide = _spec((row.head_dim, row.head_dim), mask=ag.Document("ids") if row.masked is not False else ag.Full())
+    plan = replace(_forward(wide), tiles=row.tiles)
+    assert launch_shape(plan)[1] <= SHARED
+    assert row.tiles.maps
+    assert row.tiles.q == 64 * (row.tiles.num_warps // 4 - 1)
+
+
+def test_lists_of_tiles_have_powers_of_two() -> None:
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        tiles = _forward(_spec(dims, mask=ag.Document("ids"))).tiles
+        assert {tiles.q, tiles.kv} <= {64, 128}
+
+
+def test_what_columns_read_is_gathered() -> None:
+    source = render_kernel(_forward(SERVED["documents"])).source
+    assert "gather(masked, item, column);" in source
+    assert "column_0 = column_0_at[" in source
+
+
+def test_slow_builds_take_other_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    spec = _spec(mask=ag.Document("ids") & CAUSAL)
+    first = plan_op(spec, "prefill", H200, "cuda")
+    build = CudaBackend.build
+
+    def picky(self: CudaBackend, kernel: RenderedKernel, folder: Path) -> BuildResult:
+        if f"TILE_KV = {first.kernel('forward').tiles.kv};" in kernel.source:
+            raise SlowKernelError(f"{kernel.entry} is slow", why="300 bytes of registers spill")
+        return build(self, kernel, folder)
+
+    monkeypatch.setattr(CudaBackend, "build", picky)
+    ops = ag.compile(spec, target="cuda:sm90a", ops=["prefill"], backend="cuda")
+    plan = ops.op("prefill").plan
+    lists, forward = plan.kernel("key_lists"), plan.kernel("forward")
+    assert (forward.backend, forward.tiles.kv) == ("cuda", 64)
+    assert (lists.tiles.q, lists.tiles.kv) == (forward.tiles.q, forward.tiles.kv)
+    assert "with tiles of 128 x 128: 300 bytes of registers spill; others are tried" in caplog.text
+
+
+def test_without_other_tiles_triton_takes_over() -> None:
+    plan = plan_op(_spec(), "prefill", H200, "cuda")
+    while (forward := plan.kernel("forward")).backend == "cuda":
+        plan = retile(plan, forward)
+    assert [k.backend for k in plan.kernels] == ["triton"] * len(plan.kernels)
+
+
+def test_warnings_of_ptxas_are_read() -> None:
+    log = "ptxas info : (C7512) Potential Performance Loss: wgmma\n 8 bytes stack frame, 12 bytes spill stores\nUsed 168 registers"
+    assert resources(log) == {"registers": 168, "spills": 12, "serialized": 7512}
 
 
 def test_flags_tell_the_launch() -> None:
