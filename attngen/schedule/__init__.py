@@ -36,6 +36,7 @@ def choose_schedule(
 def retile(plan: OpPlan, rejected: KernelPlan) -> OpPlan:
     """The same op with the next choice of tiles for one of its kernels; with Triton's kernels where there is none."""
     variant, schedule = plan.variant, rejected.op if rejected.schedule == "forward" else rejected.schedule
+    lists = "key_lists" if rejected.schedule == "forward" else "query_lists"
     try:
         tiles = choose_tiles(
             rejected.backend, schedule, variant, plan.target, mappable=rejected.tiles.maps, after=rejected.tiles
@@ -46,7 +47,7 @@ def retile(plan: OpPlan, rejected: KernelPlan) -> OpPlan:
     def retiled(kernel: KernelPlan) -> KernelPlan:
         if kernel.role == rejected.role:
             return replace(kernel, tiles=tiles)
-        if rejected.lists and kernel.schedule == "key_lists":
+        if rejected.lists and kernel.schedule == lists:
             return replace(kernel, tiles=replace(kernel.tiles, q=tiles.q, kv=tiles.kv))
         return kernel
 
