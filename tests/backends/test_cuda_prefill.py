@@ -65,6 +65,8 @@ ELSEWHERE = {
     "sigmoid": _spec(normalizer=ag.Sigmoid()),
     "rope": _spec(rope=ag.Rope()),
     "norm": _spec(qk_norm=ag.QKNorm()),
+    "pairs": _spec(mask=ag.Dense("visible")),
+    "narrow": _spec((32, 32)),
 }
 
 
