@@ -34,7 +34,7 @@ def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> b
 def _serves_query_tiles(variant: Variant) -> bool:
     """Many queries of one head, in prefill: plain tensors of 16-bit numbers.
 
-    What reads data of pairs waits for memory, which Triton's smaller tiles hide better. Narrower heads would leave more than half of
+    What reads data of pairs waits for memory, which Triton's smaller tiles hide better. Narrower heads would leave half of
     shared memory empty.
     """
     plain = Storage(variant.dtype)
