@@ -70,6 +70,24 @@ def suite_cases(suite: str) -> list[Any]:
     return [case for case in corpus(("fp32", "fp16")) if not case.name.startswith(shipped)]
 
 
+def _backends(suite: str, case: Any) -> tuple[str, ...]:
+    """Triton and, where it makes other kernels of the case for this device, cuda."""
+    import torch
+
+    from attngen.backends.registry import builds_for
+    from attngen.compiler import plan_op
+    from attngen.target import Target
+
+    if suite == "interpret":
+        return ("triton",)
+    target = Target.from_cuda_capability(*torch.cuda.get_device_capability())
+    if not builds_for("cuda", target):
+        return ("triton",)
+    ops = ("prefill", "backward") if case.op == "backward" else (case.op,)
+    kernels = [kernel for op in ops for kernel in plan_op(case.spec, op, target, "cuda").kernels]
+    return ("triton", "cuda") if any(kernel.backend == "cuda" for kernel in kernels) else ("triton",)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Child's entry point."""
     parser = argparse.ArgumentParser()
@@ -88,11 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in suite_cases(options.suite)[options.start : options.stop]:
         began = time.perf_counter()
         try:
-            ops = ag.compile(
-                case.spec, target="interpret" if options.suite == "interpret" else None, ops=(), backend="triton"
-            )
-            verdict = run_case(case, ops, device)
-            failures, errors = verdict.failures, verdict.errors
+            failures, errors = (), {}
+            for backend in _backends(options.suite, case):
+                ops = ag.compile(
+                    case.spec, target="interpret" if options.suite == "interpret" else None, ops=(), backend=backend
+                )
+                verdict = run_case(case, ops, device)
+                failures += tuple(f"{backend}: {failure}" for failure in verdict.failures)
+                errors |= verdict.errors
         except Exception as error:
             failures, errors = (f"{type(error).__name__}: {error}",), {}
         row = {"name": case.name, "failures": failures, "errors": errors, "seconds": time.perf_counter() - began}
