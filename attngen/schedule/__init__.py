@@ -45,7 +45,8 @@ def retile(plan: OpPlan, rejected: KernelPlan) -> OpPlan:
         return choose_schedule(variant, plan.op, plan.target, "triton", deterministic=plan.deterministic)
 
     def retiled(kernel: KernelPlan) -> KernelPlan:
-        if kernel.role == rejected.role:
+        # What one walk adds up is read in the same tiles.
+        if kernel.role == rejected.role or (rejected.schedule == "dqkv" and kernel.schedule == "dq_cast"):
             return replace(kernel, tiles=tiles)
         if rejected.lists and kernel.schedule == lists:
             return replace(kernel, tiles=replace(kernel.tiles, q=tiles.q, kv=tiles.kv))

@@ -29,7 +29,8 @@ class Row:
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
         plain: only where a pair costs a product and an exponential (``True``), only where it costs more, by a score mod or
             dropout (``False``), or both (``None``).
-        sloped: only where the slope of the logit is not 1 (``True``), or wherever (``False``): backward keeps it for each pair.
+        sloped: only where the slope of the logit is not 1 and backward keeps it for each pair (``True``), only where it is 1
+            (``False``), or both (``None``).
         mask_data: only where the mask reads data by position (``True``), or wherever (``False``): rows meet few tiles.
         mask_pairs: only where the mask reads data of each pair (``True``), or wherever (``False``).
         transformed: only where queries and keys are normed or rotated (``True``), or wherever (``False``).
@@ -51,7 +52,7 @@ class Row:
     group_size: int = 1
     masked: bool | None = None
     plain: bool | None = None
-    sloped: bool = False
+    sloped: bool | None = None
     mask_data: bool = False
     mask_pairs: bool = False
     transformed: bool = False
@@ -182,7 +183,7 @@ CUDA = (
     Row("decode", 128, Tiles(8, 16, 4, 4, blocks=4), archs=("sm90a",)),
     Row("decode", 256, Tiles(8, 16, 4, 3, blocks=2), archs=("sm90a",)),
     Row("dqkv", 64, Tiles(64, 128, 12, 2), archs=("sm90a",), sloped=True),
-    Row("dqkv", 64, Tiles(128, 128, 12, 2), archs=("sm90a",)),
+    Row("dqkv", 64, Tiles(128, 128, 12, 2), archs=("sm90a",), sloped=False),
     Row("dqkv", 128, Tiles(64, 128, 12, 2), archs=("sm90a",)),
 )
 
@@ -236,10 +237,9 @@ def choose_tiles(
     )
     # Lists of tiles are made by Triton.
     listed = backend == "cuda" and variant.mask_reads_data
+    passed = after is None
     for row in table:
-        if after is not None:
-            after = None if row.tiles == after else after
-        elif (
+        if (
             row.schedule == schedule
             and head_dim <= row.head_dim
             and row.itemsize in (0, itemsize)
@@ -247,7 +247,7 @@ def choose_tiles(
             and (rows or variant.group_size) >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
-            and (not row.sloped or differentiate(variant.score, SCORE) != Const(1.0))
+            and row.sloped in (None, differentiate(variant.score, SCORE) != Const(1.0))
             and row.mask_data <= variant.mask_reads_data
             and row.mask_pairs <= variant.mask_reads_pairs
             and row.table <= (variant.rope is not None and variant.rope.table is not None)
@@ -260,7 +260,10 @@ def choose_tiles(
             and (row.tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))
             and (row.tiles.q >= queries or schedule != "dkdv")
         ):
-            return row.tiles
+            if row.tiles == after:
+                passed = True
+            elif passed:
+                return row.tiles
     raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")
 
 

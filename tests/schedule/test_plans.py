@@ -8,7 +8,7 @@ import attngen as ag
 from attngen.compiler import plan_op
 from attngen.ir.scalar import evaluate_scalar
 from attngen.ops.op import tiles_of
-from attngen.schedule import hopper
+from attngen.schedule import hopper, retile
 from attngen.target import Target
 
 SHORT = ("", "_short")  # heads that share keys have a kernel for short requests
@@ -134,3 +134,24 @@ def test_tiles_of_one_walk_fit_shared_memory(head_dim: int) -> None:
         threads, shared = hopper.launch_shape(kernel)
         assert threads == 128 * (1 + kernel.tiles.kv // 64)
         assert shared <= 227 << 10
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mods", [(), (ag.SoftCap(cap=20.0),)])
+def test_kernels_of_one_walk_are_tiled_alike_and_in_the_end_tritons(
+    head_dim: int, mods: tuple[ag.SoftCap, ...]
+) -> None:
+    spec = ag.AttentionSpec(heads=ag.MHA(4, head_dim), mask=ag.Document("doc_ids"), score_mods=mods)
+    plan, seen = plan_op(spec, "backward", H200, "cuda"), []
+    while plan.backend == "cuda":
+        walk = plan.kernel("dqkv")
+        assert walk.tiles not in seen
+        seen.append(walk.tiles)
+        assert plan.kernel("dq_cast").tiles == walk.tiles
+        assert (plan.kernel("query_lists").tiles.q, plan.kernel("query_lists").tiles.kv) == (
+            walk.tiles.q,
+            walk.tiles.kv,
+        )
+        plan = retile(plan, walk)
+    assert len(seen) == (2 if head_dim == 64 and not mods else 1)
+    assert plan == plan_op(spec, "backward", H200, "triton")
