@@ -155,6 +155,17 @@ def _ops(name: str, spec: ag.AttentionSpec, index: int, **options: object) -> It
     )
 
 
+def widened(cases: list[Case]) -> Iterator[Case]:
+    """Gradients of masks, scores and normalizers at head dims of 64 and 128, where Hopper has kernels of its own."""
+    for case in cases:
+        heads = case.spec.heads
+        if case.op == "backward" and case.name.startswith(("mask-", "score-", "normalizer-")):
+            for dim in {64, 128} - {heads.head_dim}:
+                wide = ag.GQA(num_qo_heads=heads.num_qo_heads, num_kv_heads=heads.num_kv_heads, head_dim=dim)
+                spec = case.spec.model_copy(update={"heads": wide})
+                yield replace(case, name=f"{case.name}-{dim}", spec=spec)
+
+
 def _mask_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     """Each mask and each score mod; backward cases check the forward pass too."""
     dtype = cycle(dtypes)

@@ -62,10 +62,10 @@ def suite_cases(suite: str) -> list[Any]:
     made of what other cases cover.
     """
     import attngen as ag
-    from tests.numerics.cases import corpus
+    from tests.numerics.cases import corpus, widened
 
     if suite == "cuda":
-        return corpus(("bf16", "fp16", "fp32"))
+        return [*corpus(("bf16", "fp16", "fp32")), *widened(corpus(("bf16", "fp16")))]
     shipped = tuple(f"{name}-" for name in ag.shipped_specs())
     return [case for case in corpus(("fp32", "fp16")) if not case.name.startswith(shipped)]
 
