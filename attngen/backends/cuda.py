@@ -24,7 +24,8 @@ from attngen.schedule.plan import KernelPlan
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
-_FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+# 177: templates declare coordinates that not every variant reads.
+_FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--diag-suppress=177", "--ptxas-options=-v")
 MOST_SPILLS = 256  # bytes; warps that only start copies have few registers, and may spill some
 SWIZZLE_128 = 3  # of a tensor map, in the driver's numbers
 _DISTRIBUTIONS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")

@@ -15,6 +15,7 @@ from attngen.ir.expr import SCORE, TRUE, Binary, Const, Expr, Extent, Load, Loca
 from attngen.ir.hoist import Hoisted, hoist
 from attngen.ir.intervals import position_axes
 from attngen.ir.simplify import add_signed, of_product, signed_terms
+from attngen.schedule.hopper import launch_shape
 from attngen.schedule.plan import KernelPlan
 
 
@@ -166,6 +167,11 @@ class Emit:
 
     def _printer(self, names: Mapping[Any, str]) -> Printer:
         return Printer(self._dialect, {"qo_len": "qo_len", "kv_len": "kv_len", **names}, self._params)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block of the cuda backend."""
+        return launch_shape(self._plan)[1]
 
     @property
     def has_score_mod(self) -> bool:

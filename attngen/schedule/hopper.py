@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from attngen.dtypes import DTYPES, Storage
 from attngen.ir.expr import coords
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
 
 ARCH = "sm90a"
-_MAX_PACKED_ROWS = 0
-_COPY = 16  # bytes that a thread copies at a time
+_MAX_PACKED_ROWS = 8
+_CHUNK = 16  # bytes of a row that a thread copies at a time
 _PIECE = 64  # dims of a tile that lie in one row of shared memory
 _CONSUMER_ROWS = 64  # queries of a warpgroup
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
@@ -85,7 +83,8 @@ def _serves_packed(variant: Variant) -> bool:
         and not variant.head_dim_pe
         and variant.group_size <= _MAX_PACKED_ROWS
         and any(storage.is_quantized for storage in storages)
-        and all(storage.dtype != "fp32" for storage in storages)
+        and all(storage.is_quantized or storage.dtype == variant.compute_dtype for storage in storages)
+        and (variant.compute_dtype == "bf16" or not any(storage.block for storage in storages))
         and all(dim % 64 == 0 and dim <= 256 for dim in (variant.head_dim_qk, variant.head_dim_vo))
         and all(
             _fits_copies(storage, dim)
@@ -104,38 +103,6 @@ def block_bytes(storage: Storage, head_dim: int) -> int:
     if not storage.block:
         return 0
     return head_dim // storage.block * (2 if storage.zero_point else 1) * DTYPES[storage.row.block_scale].itemsize
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A tile of keys and values of one warp in shared memory: bytes a row of each part, which lie in this order.
-
-    Rows of numbers are a copy longer than they need to be, so that rows side by side begin in other banks.
-    """
-
-    rows: int
-    keys: int
-    values: int
-    key_blocks: int
-    value_blocks: int
-    key_scales: int
-    value_scales: int
-
-    @property
-    def bytes(self) -> int:
-        """Of the whole tile, aligned."""
-        row = self.keys + self.values + self.key_blocks + self.value_blocks + self.key_scales + self.value_scales
-        return -(-self.rows * row // _COPY) * _COPY
-
-
-def stage(plan: KernelPlan) -> Stage:
-    """What a warp of a kernel over packed rows holds of a tile."""
-    variant = plan.variant
-    sides = ((variant.k_storage, variant.head_dim_qk), (variant.v_storage, variant.head_dim_vo))
-    numbers = [dim * storage.row.bits // 8 + _COPY for storage, dim in sides]
-    blocks = [block_bytes(storage, dim) for storage, dim in sides]
-    scales = [4 if storage.scale == "token" else 0 for storage, _ in sides]
-    return Stage(plan.tiles.kv, *numbers, *blocks, *scales)
 
 
 def block(head_dim: int) -> int:
@@ -158,11 +125,27 @@ def launch_shape(plan: KernelPlan) -> tuple[int, int]:
         loaded = 2 * tiles.kv * width * 2 + 2 * tiles.num_stages * tiles.q * width * 2  # k and v; q and dout
         made = tiles.num_stages * (tiles.q * tiles.kv * 2 + 2 * tiles.q * 4)  # dscore; lse and delta
         return 32 * tiles.num_warps, loaded + made + _TOLD
-    if not plan.packed:
-        return 32 * tiles.num_warps, _query_tiles_bytes(plan)
-    # After the loop, the same memory holds the results of all warps: out and, for each row, maximum and sum.
-    results = tiles.num_warps * tiles.q * (plan.variant.head_dim_vo + 4 + 2) * 4
-    return 32 * tiles.num_warps, max(tiles.num_warps * tiles.num_stages * stage(plan).bytes, results)
+    return 32 * tiles.num_warps, _packed_rows_bytes(plan) if plan.packed else _query_tiles_bytes(plan)
+
+
+def _packed_rows_bytes(plan: KernelPlan) -> int:
+    """Shared memory of a kernel over packed rows: queries, and the tiles of all warps, later what they leave."""
+    tiles, variant = plan.tiles, plan.variant
+    columns = tiles.q * (2 if 16 in (variant.k_storage.block, variant.v_storage.block) else 1)
+    queries = columns * variant.head_dim_qk * 2
+    if variant.k_storage.dtype == "int4":  # and their sums over the dims of each scale
+        queries += columns * variant.head_dim_qk // variant.k_storage.block * 4
+    sides = ((variant.k_storage, variant.head_dim_qk), (variant.v_storage, variant.head_dim_vo))
+    row = sum(_pitch(dim * storage.row.bits // 8) + block_bytes(storage, dim) for storage, dim in sides)
+    row += sum(4 for storage, _ in sides if storage.scale == "token")
+    stage = -(-tiles.kv * row // _CHUNK) * _CHUNK
+    results = tiles.num_warps * tiles.q * (variant.head_dim_vo + 4 + 2) * 4
+    return queries + max(tiles.num_warps * tiles.num_stages * stage, results)
+
+
+def _pitch(row_bytes: int) -> int:
+    """Bytes between rows of numbers: a chunk more where chunks of adjacent rows cannot be exchanged for other banks."""
+    return row_bytes if row_bytes & (row_bytes - 1) == 0 else row_bytes + _CHUNK
 
 
 def _query_tiles_bytes(plan: KernelPlan) -> int:

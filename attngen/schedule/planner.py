@@ -20,6 +20,7 @@ from attngen.variant import OpName, Variant
 # Keys of a part, at least. Parts of wide outputs cost more to write and to merge than they bring.
 MIN_SPLIT, MIN_WIDE_SPLIT = 512, 1024
 MAX_SPLITS = 64
+_TILES_A_WARP = 8
 # Up to so many queries a request, heads of a group share tiles in prefill too: a tile of one head would be mostly empty.
 SHORT_QUERIES = 16
 
@@ -84,7 +85,7 @@ def plan_kernel(
         block_pe=padded(variant.head_dim_pe, backend, depth) if variant.head_dim_pe else 0,
         packed=packed,
         split=split,
-        min_split=MIN_SPLIT if variant.head_dim_vo <= 256 else MIN_WIDE_SPLIT,
+        min_split=_min_split(variant, backend, tiles),
         max_splits=MAX_SPLITS,
         args=args,
         keys=keys,
@@ -97,6 +98,12 @@ def plan_kernel(
         serves=serves,
         short_queries=SHORT_QUERIES if serves != "all" else 0,
     )
+
+
+def _min_split(variant: Variant, backend: str, tiles: Tiles) -> int:
+    """Keys of a part, at least: enough for each warp of the cuda backend, which work alone, to get into its stride."""
+    smallest = MIN_SPLIT if variant.head_dim_vo <= 256 else MIN_WIDE_SPLIT
+    return max(smallest, _TILES_A_WARP * tiles.num_warps * tiles.kv) if backend == "cuda" else smallest
 
 
 def _fits_maps(variant: Variant, keys: Span, *, packed: bool, lists: bool) -> bool:

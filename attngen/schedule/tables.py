@@ -39,6 +39,7 @@ class Row:
         score_pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept
             in shared memory as those of keys are.
         kv_bits: most bits of a stored number of keys and of values; 0 fits all.
+        kv_block: only where so many numbers, of keys or of values, share a scale; 0 fits all.
 
     A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, or of pages that tiles divide,
     with an unmasked loop.
@@ -60,6 +61,7 @@ class Row:
     dropout: bool = False
     score_pairs: bool = False
     kv_bits: int = 0
+    kv_block: int = 0
 
 
 _HOPPER = ("sm90a", "sm100")
@@ -179,9 +181,16 @@ CUDA = (
     Row("prefill", 192, Tiles(128, 112, 12, 2, maps=True, in_turns=True)),
     Row("prefill", 256, Tiles(128, 80, 12, 2, maps=True), masked=False, plain=True),
     Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True)),
-    Row("decode", 128, Tiles(8, 32, 4, 3, blocks=4), archs=("sm90a",), kv_bits=4),
-    Row("decode", 128, Tiles(8, 16, 4, 4, blocks=4), archs=("sm90a",)),
-    Row("decode", 256, Tiles(8, 16, 4, 3, blocks=2), archs=("sm90a",)),
+    Row("decode", 128, Tiles(8, 16, 4, 3, blocks=3), archs=("sm90a",), kv_block=16, group_size=5),
+    Row("decode", 128, Tiles(4, 32, 4, 2, blocks=5), archs=("sm90a",), kv_bits=4, kv_block=16),
+    Row("decode", 128, Tiles(4, 16, 4, 3, blocks=4), archs=("sm90a",), kv_block=16),
+    Row("decode", 256, Tiles(8, 16, 4, 2, blocks=2), archs=("sm90a",), kv_block=16, group_size=5),
+    Row("decode", 256, Tiles(4, 16, 4, 2, blocks=2), archs=("sm90a",), kv_block=16),
+    Row("decode", 128, Tiles(8, 32, 4, 2, blocks=4), archs=("sm90a",), kv_bits=4),
+    Row("decode", 128, Tiles(8, 16, 4, 3, blocks=4), archs=("sm90a",), kv_bits=8),
+    Row("decode", 128, Tiles(8, 16, 4, 2, blocks=3), archs=("sm90a",)),
+    Row("decode", 256, Tiles(8, 16, 4, 3, blocks=2), archs=("sm90a",), kv_bits=8),
+    Row("decode", 256, Tiles(8, 16, 4, 2, blocks=1), archs=("sm90a",)),
     Row("dqkv", 64, Tiles(64, 128, 12, 2), archs=("sm90a",), sloped=True),
     Row("dqkv", 64, Tiles(128, 128, 12, 2), archs=("sm90a",), sloped=False),
     Row("dqkv", 128, Tiles(64, 128, 12, 2), archs=("sm90a",)),
@@ -259,6 +268,7 @@ def choose_tiles(
             and not (listed and (row.tiles.q & (row.tiles.q - 1) or row.tiles.kv & (row.tiles.kv - 1)))
             and (row.tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))
             and (row.tiles.q >= queries or schedule != "dkdv")
+            and row.kv_block in (0, variant.k_storage.block, variant.v_storage.block)
         ):
             if row.tiles == after:
                 passed = True

@@ -1,0 +1,60 @@
+"""The corpus by kernels of the cuda backend, run on the CPU: those that wait for memory, over stored caches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import attngen as ag
+from attngen.compiler import plan_op
+from tests.backends.cuda_host.emulator import HOPPER, host_ops
+from tests.numerics.cases import corpus
+from tests.numerics.harness import Case, run_case
+
+WINDOW = ag.Causal() & ag.SlidingWindow(left=37)
+SINKS = ag.Causal() & (ag.SlidingWindow(left=30) | ag.GlobalTokens(5))
+
+
+@cache
+def _served() -> list[Case]:
+    """Decode cases that are not of shipped specs, which are made of what others cover."""
+    shipped = tuple(f"{name}-" for name in ag.shipped_specs())
+    cases = [case for case in corpus(("bf16", "fp16")) if case.op == "decode" and not case.name.startswith(shipped)]
+    return [case for case in cases if plan_op(case.spec, "decode", HOPPER, "cuda").kernels[0].backend == "cuda"]
+
+
+def _more() -> list[Case]:
+    """Every storage with masks, mods, sinks and gates, rows of several tokens, many parts, and pages that tiles do not divide."""
+
+    def case(
+        name: str, kv: Any, group: int = 4, dim: int = 128, qo: int = 1, lens: Any = (129, 0, 40), **fields: Any
+    ) -> Case:
+        heads = ag.GQA(num_qo_heads=2 * group, num_kv_heads=2, head_dim=dim)
+        spec = ag.AttentionSpec(heads=heads, kv=kv, **fields)
+        return Case(f"hopper-{name}", spec, "decode", (qo,) * len(lens), lens)
+
+    return [
+        case("int4-window", ag.Paged(8, dtype="int4"), mask=WINDOW, qo=3),
+        case("int4-zero-hole", ag.Paged(24, dtype="int4", zero_point=True), mask=SINKS, group=5, qo=2),
+        case("int4-64-parts", ag.Paged(64, dtype="int4", group_size=64), lens=(2300, 33), group=2),
+        case("nvfp4-window", ag.Paged(3, dtype="nvfp4"), mask=WINDOW, score_mods=(ag.SoftCap(cap=20.0),), qo=2),
+        case("nvfp4-eight", ag.Ragged(dtype="nvfp4"), group=8, mask=ag.Causal(), normalizer=ag.Softmax(sink=True)),
+        case("nvfp4-wide", ag.Paged(16, dtype="nvfp4"), dim=256, group=1),
+        case("nvfp4-parts", ag.Paged(32, dtype="nvfp4"), lens=(2300,), mask=ag.Causal(), output_gate="gate"),
+        case("mxfp4-chunks", ag.Paged(16, dtype="mxfp4"), mask=ag.Chunked(48), score_mods=(ag.ALiBi(),), group=3),
+        case(
+            "e4m3-page-1", ag.Paged(1, dtype="fp8_e4m3", scale="token"), dim=64, mask=ag.Causal() & ag.Dilated(3), qo=3
+        ),
+        case("int8-parts", ag.Contiguous(dtype="int8"), lens=(1500, 700), group=8, normalizer=ag.Softmax(sink=True)),
+        case("mixed", ag.Paged(16, k_dtype="int8", v_dtype="nvfp4"), mask=WINDOW, group=3),
+        case("mixed-blocks", ag.Paged(16, k_dtype="nvfp4", v_dtype="int4"), mask=SINKS, qo=2),
+        case("plain-keys", ag.Paged(16, k_dtype="bf16", v_dtype="fp8_e5m2"), dim=256, mask=ag.Causal()),
+    ]
+
+
+@pytest.mark.parametrize("case", [*_served(), *_more()], ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    verdict = run_case(case, host_ops(case.spec), "cpu")
+    assert not verdict.failures, verdict.failures
