@@ -38,6 +38,7 @@ def _more() -> list[Case]:
     return [
         case("int4-window", ag.Paged(8, dtype="int4"), mask=WINDOW, qo=3),
         case("int4-zero-hole", ag.Paged(24, dtype="int4", zero_point=True), mask=SINKS, group=5, qo=2),
+        case("int4-zero-wide", ag.Ragged(dtype="int4", zero_point=True), dim=256, mask=ag.Causal()),
         case("int4-64-parts", ag.Paged(64, dtype="int4", group_size=64), lens=(2300, 33), group=2),
         case("nvfp4-window", ag.Paged(3, dtype="nvfp4"), mask=WINDOW, score_mods=(ag.SoftCap(cap=20.0),), qo=2),
         case("nvfp4-eight", ag.Ragged(dtype="nvfp4"), group=8, mask=ag.Causal(), normalizer=ag.Softmax(sink=True)),
