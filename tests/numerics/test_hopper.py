@@ -1,4 +1,4 @@
-"""The corpus by kernels of the cuda backend, run on the CPU: those that wait for memory, over stored caches."""
+"""The corpus by kernels of the cuda backend, run on the CPU: decode over stored caches, and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import attngen as ag
 from attngen.compiler import plan_op
-from tests.backends.cuda_host.emulator import HOPPER, host_ops
+from tests.backends.cuda_host.emulator import HOPPER, host_backward_ops, host_ops
 from tests.numerics.cases import corpus
 from tests.numerics.harness import Case, run_case
 
@@ -58,4 +58,29 @@ def _more() -> list[Case]:
 @pytest.mark.parametrize("case", [*_served(), *_more()], ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     verdict = run_case(case, host_ops(case.spec), "cpu")
+    assert not verdict.failures, verdict.failures
+
+
+# Spans with full tiles and holes, tests of tiles, lists; lengths that tiles do not divide, requests without queries or keys.
+BACKWARD: dict[str, dict[str, Any]] = {
+    "full-64": {"heads": ag.GQA(2, 1, 64)},
+    "causal-128": {"heads": ag.GQA(2, 1, 128), "mask": ag.Causal()},
+    "window-ragged": {"heads": ag.GQA(4, 2, 64), "mask": WINDOW, "kv": ag.Ragged(), "dtype": "fp16"},
+    "hole": {"heads": ag.MHA(1, 128), "mask": SINKS, "kv": ag.Ragged()},
+    "soft-cap": {"heads": ag.MHA(2, 128), "mask": ag.Causal(), "score_mods": (ag.SoftCap(cap=5.0),)},
+    "soft-cap-64": {"heads": ag.MHA(1, 64), "score_mods": (ag.SoftCap(cap=5.0),), "dtype": "fp16"},
+    "alibi": {"heads": ag.MHA(2, 64), "mask": ag.Causal(), "score_mods": (ag.ALiBi(),)},
+    "neighborhood": {"heads": ag.MHA(1, 64), "mask": ag.Neighborhood((14, 13), (5, 5))},
+    "documents": {"heads": ag.GQA(2, 1, 64), "mask": ag.Causal() & ag.Document("doc_ids"), "kv": ag.Ragged()},
+    "narrow": {"heads": ag.GQA(2, 2, 96, head_dim_vo=80), "mask": ag.Causal()},
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name: str) -> None:
+    spec = ag.AttentionSpec(**BACKWARD[name])
+    ragged = spec.kv.kind == "ragged"
+    lens = ((37, 0, 3, 150), (37, 5, 0, 200)) if ragged else ((140, 9), (140, 3))
+    case = Case(f"hopper-{name}", spec, "backward", *lens, strided=name == "alibi", seed=len(name))
+    verdict = run_case(case, host_backward_ops(spec), "cpu")
     assert not verdict.failures, verdict.failures

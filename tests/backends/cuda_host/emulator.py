@@ -1,14 +1,17 @@
-"""Rendered CUDA kernels as C++ for the CPU: PTX becomes calls of functions, which ``runtime.h`` has."""
+"""Rendered CUDA kernels as C++ for the CPU: PTX becomes calls of functions, which ``runtime.h`` and ``warpgroups.h`` have."""
 
 from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,27 +19,41 @@ from attngen.backends.base import Launch
 from attngen.compiler import _Resolver, build_op, plan_op, render_kernel
 from attngen.ops import Ops
 from attngen.ops.op import Op
-from attngen.schedule.hopper import launch_shape
+from attngen.schedule.hopper import launch_shape, map_boxes
 from attngen.schedule.plan import KernelPlan
 from attngen.spec import AttentionSpec
 from attngen.target import Target
 from attngen.variant import OpName
 
 HOPPER = Target.parse("cuda:sm90a")
-_RUNTIME = Path(__file__).with_name("runtime.h")
+_RUNTIME, _WARPGROUPS = (Path(__file__).with_name(name) for name in ("runtime.h", "warpgroups.h"))
 _TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_RESIDENT_BLOCKS = 3  # that share the programs of a launch
+# Several instructions that are one function, by a part of them.
+_FUNCTIONS = {
+    "mbarrier.try_wait": "ptx_wait_for",
+    "@first mbarrier.arrive": "ptx_arrive_as_warp",
+    "mov.b32 {low, high}": "ptx_unpack",
+    "cp.async.bulk.tensor": "ptx_cp_async_bulk_tensor",
+    "fence.": "ptx_nothing",
+    "setmaxnreg.": "ptx_nothing",
+}
 
 
 def host_source(plan: KernelPlan) -> str:
     """C++ of a kernel, with an entry point ``run(blocks, arguments)``."""
     source = _without_ptx(render_kernel(plan).source)
     source = re.sub(
-        r"extern __shared__ (\w+) (\w+)\[\];", r"\1* const \2 = reinterpret_cast<\1*>(machine::shared);", source
+        r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];",
+        r"\1* const \2 = reinterpret_cast<\1*>(machine::shared);",
+        source,
     )
+    source = source.replace("constexpr uint32_t SHARED = 1024;", "constexpr uint32_t SHARED = 0;")
     threads, shared = launch_shape(plan)
     return (
-        f'#include "{_RUNTIME}"\nnamespace kernel {{\n{source}\n}}\n'
-        f'extern "C" void run(int blocks, void** arguments) {{\n'
+        f'#include "{_RUNTIME}"\n#include "{_WARPGROUPS}"\nnamespace kernel {{\n{source}\n}}\n'
+        f'extern "C" void run(int blocks, void** arguments) {{\n  machine::blocks_count = blocks;\n'
         f"  machine::launch(kernel::{plan.entry}, blocks, {threads}, {shared}, arguments);\n}}\n"
     )
 
@@ -71,10 +88,27 @@ def _call(inside: str) -> str:
     for found in re.finditer(r'"[=+&]*[rlfhn]"\s*\(', inside[place:]):
         start = place + found.end() - 1
         operands.append(inside[start + 1 : _closing(inside, start)])
+    if "wgmma.mma_async" in template:
+        return _product(template, operands)
     return f"{_name(template)}({', '.join(operands)})"
 
 
+def _product(template: str, operands: list[str]) -> str:
+    kind = "Bf16" if ".bf16.bf16" in template else "Fp16"
+    adds, across = re.search(r"setp.ne.b32 adds, (\d)", template), re.search(r"adds, 1, 1, ([01, ]+);", template)
+    assert adds is not None
+    assert across is not None
+    flags = [adds[1], *across[1].split(", ")]
+    given = [operand for operand in operands if not operand.startswith("sums[")]
+    return f"machine::multiply<machine::{kind}>({', '.join([*flags, 'sums', *given])})"
+
+
 def _name(template: str) -> str:
+    for part, function in _FUNCTIONS.items():
+        if part in template:
+            return function
+    if not template:
+        return "ptx_nothing"
     if template.startswith("{"):
         return "ptx_low_half" if template.rstrip(" };").endswith("l") else "ptx_high_half"
     name = "ptx_" + re.sub(r"\W", "_", template.split(maxsplit=1)[0].rstrip(";"))
@@ -95,16 +129,35 @@ def _library(source: str) -> ctypes.CDLL:
 def host_launch(plan: KernelPlan) -> Launch:
     """The kernel as a function of its blocks and arguments, which are tensors on the CPU."""
     library = _library(host_source(plan))
+    boxes = dict(zip((arg.name for arg in plan.args if arg.is_map), map_boxes(plan), strict=True))
 
     def launch(programs: int, values: Sequence[torch.Tensor | int]) -> None:
-        words = [
-            ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else _TYPES[arg.type](value)
-            for arg, value in zip(plan.args, values, strict=True)
-        ]
-        table = (ctypes.c_void_p * len(words))(*(ctypes.addressof(word) for word in words))
-        library.run(ctypes.c_int(programs), table)
+        kept, addresses = [], []
+        for arg, value in zip(plan.args, values, strict=True):
+            word: Any
+            if not isinstance(value, torch.Tensor):
+                word = _TYPES[arg.type](value)
+            elif arg.is_map:
+                word = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+            else:
+                word = ctypes.c_void_p(value.data_ptr())
+            address = ctypes.addressof(word)
+            if isinstance(value, torch.Tensor) and arg.is_map:
+                address = -(-address // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+                ctypes.memmove(address, _map_words(value, boxes[arg.name]), _MAP_BYTES)
+            kept.append(word)
+            addresses.append(address)
+        blocks = min(programs, _RESIDENT_BLOCKS) if plan.is_resident else programs
+        library.run(ctypes.c_int(blocks), (ctypes.c_void_p * len(addresses))(*addresses))
 
     return launch
+
+
+def _map_words(tensor: torch.Tensor, box: tuple[int, ...]) -> bytes:
+    """``machine::Map``."""
+    pitches = [stride * tensor.element_size() for stride in reversed(tensor.stride())]
+    words = struct.pack("@q4q4q2q", tensor.data_ptr(), *reversed(tensor.shape), *pitches, box[3], box[2])
+    return words.ljust(_MAP_BYTES, b"\0")
 
 
 class HostOp(Op):
@@ -123,11 +176,57 @@ class HostOp(Op):
         }
 
 
+class HostBackward(Op):
+    """Backward as planned for a Hopper GPU; lists of tiles are made by the C++ backend."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(plan_op(spec, "backward", HOPPER, "cuda"), ())
+        self._spec = spec
+
+    def load(self, device: torch.device) -> dict[str, tuple[KernelPlan, Launch]]:
+        """Plans and launch functions by role."""
+        if device not in self._loaded:
+            makers = {"delta": _delta, "query_lists": self._lists}
+            self._loaded[device] = {
+                kernel.role: (kernel, makers.get(kernel.schedule, host_launch)(kernel)) for kernel in self.plan.kernels
+            }
+        return self._loaded[device]
+
+    def _lists(self, kernel: KernelPlan) -> Launch:
+        cpu = Target.parse("cpu")
+        kernels = (replace(kernel, backend="cpp", target=cpu),)
+        op = build_op(self._spec, replace(self.plan, backend="cpp", target=cpu, kernels=kernels))
+        return op.load(torch.device("cpu"))[kernel.role][1]
+
+
+def _delta(plan: KernelPlan) -> Launch:
+    """Triton's kernel in torch, without sinks and gates."""
+
+    def launch(_: int, values: Sequence[torch.Tensor | int]) -> None:
+        named: dict[str, Any] = {arg.name: value for arg, value in zip(plan.args, values, strict=True)}
+        sums = (named["out"].float() * named["dout"].float()).sum(-1).flatten(0, -2)
+        if named["has_dlse"]:
+            sums = sums - named["dlse"]
+        named["delta"].view(sums.shape[1], sums.shape[0]).copy_(sums.T)
+
+    return launch
+
+
 class _HostResolver(_Resolver):
     def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
         return HostOp(self.spec, op)
 
 
+class _BackwardResolver(_Resolver):
+    def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
+        return HostBackward(self.spec) if op == "backward" else super().__call__(op, device)
+
+
 def host_ops(spec: AttentionSpec) -> Ops:
     """Ops on CPU tensors by the kernels of a Hopper GPU."""
     return Ops(spec, _HostResolver(spec, Target.parse("cpu"), "cpp", None), "host")
+
+
+def host_backward_ops(spec: AttentionSpec) -> Ops:
+    """Backward on CPU tensors by the kernels of a Hopper GPU, the other ops by the C++ backend's."""
+    return Ops(spec, _BackwardResolver(spec, Target.parse("cpu"), "cpp", None), "host backward")
