@@ -17,6 +17,7 @@ import torch
 
 import attngen
 from attngen.backends import cpp
+from attngen.backends.cuda import nvrtc_version
 from attngen.backends.ptxas import choose_ptxas
 from attngen.backends.registry import default_backend
 from attngen.backends.triton_compile import triton_folder, triton_version
@@ -53,7 +54,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything attngen depends on, found or not. Changes nothing."""
-    return [*_python(), _compiler(), *_triton(), *_devices(), *_extras(), *_cache()]
+    return [*_python(), _compiler(), *_triton(), _nvrtc(), *_devices(), *_extras(), *_cache()]
 
 
 def local_target() -> Target:
@@ -104,6 +105,12 @@ def _triton() -> Iterator[Finding]:
     old = bool(ptxas.version) and ptxas.version < (13,)
     fix = "pip install nvidia-cuda-nvcc (13 or newer): ptxas 12 has miscompiled attention" if old else ""
     yield Finding("ptxas", f"{number} ({ptxas.path})", fix)
+
+
+def _nvrtc() -> Finding:
+    found = nvrtc_version()
+    fix = "pip install 'attngen[cuda]': without it Triton makes the kernels of Hopper GPUs, and slower ones"
+    return Finding("NVRTC", found) if found else Finding("NVRTC", "missing", fix)
 
 
 def _devices() -> Iterator[Finding]:

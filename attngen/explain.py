@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from attngen.backends.triton_compile import triton_folder
 from attngen.compiler import compile as compile_spec
 from attngen.compiler import plan_op, render_kernel
 from attngen.errors import SpecError, UnsupportedError
@@ -183,7 +184,7 @@ def source_section(kernel: KernelPlan) -> Section:
 
 
 def asm_section(built: BuiltKernel) -> Section:
-    """The machine code of a kernel: the assembly in its cache folder, or its library disassembled.
+    """The machine code of a kernel: the assembly in its cache folder, or its library or cubin disassembled.
 
     Raises:
         UnsupportedError: there is none, or no tool that shows it.
@@ -191,27 +192,39 @@ def asm_section(built: BuiltKernel) -> Section:
     for pattern in _ASSEMBLY:
         for path in sorted(built.folder.glob(pattern)):
             return Section(path.name, path.read_text(encoding="utf-8"), "ptx" if path.suffix == ".ptx" else "gas")
-    if built.plan.target.kind != "cpu":
-        raise UnsupportedError(
-            f"{built.plan.entry} has no machine code",
-            where=f"target {built.plan.target}",
-            why="it is run from its source",
-            fix="see --stage source",
+    if built.binary.suffix == ".cubin":
+        return _disassembled(
+            built, "nvdisasm", ("-c",), fix="install the CUDA toolkit, or attngen[triton], which has one"
         )
-    objdump = shutil.which("objdump")
-    if objdump is None:
+    if built.plan.target.kind == "cpu":
+        return _disassembled(built, "objdump", ("-d", "-C", "--no-show-raw-insn"), fix="install binutils")
+    raise UnsupportedError(
+        f"{built.plan.entry} has no machine code",
+        where=f"target {built.plan.target}",
+        why="it is run from its source",
+        fix="see --stage source",
+    )
+
+
+def _disassembled(built: BuiltKernel, tool: str, options: Iterable[str], *, fix: str) -> Section:
+    program = shutil.which(tool) or _bundled(tool)
+    if program is None:
         raise UnsupportedError(
-            f"{built.binary.name} cannot be disassembled",
-            where="--stage asm",
-            why="objdump is not on PATH",
-            fix="install binutils",
+            f"{built.binary.name} cannot be disassembled", where="--stage asm", why=f"{tool} is not on PATH", fix=fix
         )
-    command = [objdump, "-d", "-C", "--no-show-raw-insn", str(built.binary)]
+    command = [program, *options, str(built.binary)]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
         why = result.stderr.strip()
-        raise UnsupportedError("objdump failed", where=str(built.binary), why=why, fix="see --stage source")
-    return Section(built.binary.name, result.stdout.replace(str(built.binary), built.binary.name).lstrip(), "objdump")
+        raise UnsupportedError(f"{tool} failed", where=str(built.binary), why=why, fix="see --stage source")
+    return Section(built.binary.name, result.stdout.replace(str(built.binary), built.binary.name).lstrip(), tool)
+
+
+def _bundled(tool: str) -> str | None:
+    """A tool of the CUDA toolkit that Triton brings along."""
+    triton = triton_folder()
+    path = triton / "backends" / "nvidia" / "bin" / tool if triton is not None else None
+    return str(path) if path is not None and path.is_file() else None
 
 
 def declared(model: Any) -> str:

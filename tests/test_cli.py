@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import attngen as ag
 from attngen import compiler
+from attngen.backends.cuda import CudaBackend
 from attngen.builds import BuildReport, KernelReport
 from attngen.cli import app
 from attngen.errors import UnsupportedError
@@ -303,6 +304,14 @@ def test_explain_asm_is_the_text_in_the_cache(small: Path, tmp_path: Path, targe
     (tmp_path / f"{plan.entry}{suffix}").write_text("add.s32 %r1, %r2, %r3;\n")
     section = asm_section(BuiltKernel(plan, tmp_path, tmp_path / "binary", {}))
     assert (section.title, section.text) == (f"{plan.entry}{suffix}", "add.s32 %r1, %r2, %r3;\n")
+
+
+def test_explain_asm_of_a_cubin_is_disassembled(tmp_path: Path):
+    plan = compiler.plan_op(ag.load_spec("mistral-7b"), "prefill", Target.parse("cuda:sm90a"), "cuda").kernel("forward")
+    built = CudaBackend().build(compiler.render_kernel(plan), tmp_path)
+    section = asm_section(BuiltKernel(plan, tmp_path, tmp_path / built.binary, built.metadata))
+    assert section.title == f"{plan.entry}.cubin"
+    assert "HGMMA" in section.text
 
 
 def test_explain_asm_of_the_interpreter(small: Path, tmp_path: Path):

@@ -62,7 +62,7 @@ class CudaBackend:
 
     def fingerprint(self, target: Target) -> str | None:
         """Version of NVRTC."""
-        return _nvrtc_identity()
+        return nvrtc_version()
 
     def build(self, kernel: RenderedKernel, folder: Path) -> BuildResult:
         """Compile the source to a cubin; ``ptxas -v`` tells registers and spills."""
@@ -173,7 +173,8 @@ def _nvrtc(kernel: RenderedKernel) -> Any:
 
 
 @cache
-def _nvrtc_identity() -> str | None:
+def nvrtc_version() -> str | None:
+    """Which NVRTC there is, without loading it where it is an installed package; ``None`` where it is absent."""
     try:
         bindings = version("cuda-bindings")
     except PackageNotFoundError:
