@@ -57,8 +57,8 @@ def numbers(given: tuple[torch.Tensor, torch.Tensor | None], storage: Storage, p
     return x.bfloat16().float().transpose(1, 2).repeat_interleave(4, 1)
 
 
-def decode(name: str, page: int) -> Row:
-    """One storage, checked on two requests and timed."""
+def decode(name: str, page: int) -> list[Row]:
+    """One storage by both backends, checked on two requests and timed in turn."""
     heads = ag.GQA(num_qo_heads=32, num_kv_heads=HEADS, head_dim=DIM)
     spec = ag.AttentionSpec(heads=heads, mask=ag.Causal(), kv=ag.Paged(page_size=page, **STORAGES[name]))
     variant = normalize(spec, "decode")
@@ -68,20 +68,24 @@ def decode(name: str, page: int) -> Row:
     factor = 0.02 if variant.k_storage.dtype == "int8" else 1.0
     shape = {"": None, "tensor": (), "head": (HEADS,), "token": (table.numel(), page, HEADS)}[variant.k_storage.scale]
     scales = {} if shape is None else {n: torch.full(shape, factor, device="cuda") for n in ("k_scale", "v_scale")}
-    ops = ag.compile(spec, backend="triton", ops=())
     cache = tuple(data if blocks is None else (data, blocks) for data, blocks in (k, v))
-    run = partial(
-        ops.decode, q, cache, page_table=table, kv_lens=torch.full((BATCH,), KEYS, device="cuda").int(), **scales
-    )
+    lens = torch.full((BATCH,), KEYS, device="cuda").int()
+    runs = {
+        backend: partial(
+            ag.compile(spec, backend=backend, ops=()).decode, q, cache, page_table=table, kv_lens=lens, **scales
+        )
+        for backend in ("cuda", "triton")
+    }
     pages = table[:2].long()
     keys, values = (numbers(x, s, pages) for x, s in ((k, variant.k_storage), (v, variant.v_storage)))
     exact = F.scaled_dot_product_attention(q[:2, :, None].float(), keys * factor, values * factor)[:, :, 0]
-    error = relative_error(run()[:2], exact)
-    ms = time_gpu({"attngen": as_graph(run)}, calls=1)["attngen"]
+    errors = {backend: relative_error(run()[:2], exact) for backend, run in runs.items()}
+    times = time_gpu({backend: as_graph(run) for backend, run in runs.items()}, calls=1)
     moved = BATCH * KEYS * HEADS * sum(s.bytes_per_token(DIM) for s in (variant.k_storage, variant.v_storage))
-    return Row(f"decode 32/8 d128 b64 kv8192 page{page} {name}", "attngen", ms, moved / ms / 1e9, "TB/s", error)
+    case = f"decode 32/8 d128 b64 kv8192 page{page} {name}"
+    return [Row(case, backend, ms, moved / ms / 1e9, "TB/s", errors[backend]) for backend, ms in times.items()]
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    report("gpu-storage", [decode(name, page) for page in (16, 64) for name in STORAGES])
+    report("gpu-storage", [row for page in (16, 64) for name in STORAGES for row in decode(name, page)])
