@@ -16,6 +16,7 @@ from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.evaluate import evaluate
 from attngen.ir.expr import coords
 from attngen.masks import Full
+from attngen.ops.batching import check_page_lists
 from attngen.ops.calls import Rows
 from attngen.ops.checks import check_index, check_indptr, check_tensor
 from attngen.ops.storage import Cache, Extras, Query, unpack
@@ -92,12 +93,13 @@ def attend_listed(
     """
     query, k, v, given = unpack(variant, kv_spec, q, cache, v, given)
     lead, device = query.shape[:-2], query.device
-    allowed = {"page_table", "kv_lens", "q_offset", "qo_lens" if len(lead) > 1 else "qo_indptr"}
+    pages = {"page_table", "kv_lens"} if given.kv_indices is None else {"kv_indptr", "kv_indices", "kv_last_page_len"}
+    allowed = {*pages, "q_offset", "qo_lens" if len(lead) > 1 else "qo_indptr"}
     given.reject_other_than(allowed, "listed keys of a paged cache", frozenset())
     index = check_tensor(
         "key_indices", key_indices, dtype="i32", shape=(*lead, None), axes="[..., top_k]", device=device
     ).reshape(lead.numel(), -1)
-    request, qo_len, kv_len, q_pos = _requests(given, lead, device)
+    request, qo_len, kv_len, q_pos = _requests(variant.page_size, given, lead, device)
     env: dict[str, torch.Tensor | int | float] = {
         "b": request,
         "q": q_pos,
@@ -154,7 +156,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def _requests(
-    given: Extras, lead: torch.Size, device: torch.device
+    page_size: int, given: Extras, lead: torch.Size, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Request of each query ``[tokens, 1]``, lengths of requests ``[batch]``, and positions of queries ``[tokens, 1]``."""
     batch = lead[0]
@@ -170,19 +172,35 @@ def _requests(
         qo_len = torch.full((batch,), lead[1], device=device, dtype=torch.int32)
         if given.qo_lens is not None:
             qo_len = check_index("qo_lens", given.qo_lens, batch, device)
-    kv_len = check_index("kv_lens", given.kv_lens, batch, device)
+    kv_len = _lengths(page_size, given, batch, device)
     first = kv_len - qo_len if given.q_offset is None else check_index("q_offset", given.q_offset, batch, device)
     # Padding stands behind the last key and sees nothing.
     q_pos = torch.where(row < qo_len[request], first[request] + row, torch.iinfo(torch.int32).max)
     return request[:, None], qo_len, kv_len, q_pos.to(torch.int32)[:, None]
 
 
+def _lengths(page_size: int, given: Extras, batch: int, device: torch.device) -> torch.Tensor:
+    """Keys of each request, int32 ``[batch]``."""
+    if given.kv_indices is None:
+        return check_index("kv_lens", given.kv_lens, batch, device)
+    indptr = check_indptr("kv_indptr", given.kv_indptr, None, device, read=False)
+    last = check_index("kv_last_page_len", given.kv_last_page_len, batch, device)
+    num_pages = check_index("kv_indptr", indptr.diff(), batch, device)
+    return torch.where(num_pages > 0, (num_pages - 1) * page_size + last, 0)
+
+
 def _slots(size: int, given: Extras, k: torch.Tensor, index: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
-    """Numbers of tokens in :func:`_by_token`'s view, int32, in the shape of ``index``."""
-    table = check_tensor(
-        "page_table", given.page_table, dtype="i32", shape=(None, None), axes="[batch, max_pages]", device=k.device
-    )
-    page = table[request, (index // size).long()]
+    """Numbers of tokens in :func:`_by_token`'s view, int32, in the shape of ``index``, which a request without keys has at 0."""
+    if given.kv_indices is None:
+        table = check_tensor(
+            "page_table", given.page_table, dtype="i32", shape=(None, None), axes="[batch, max_pages]", device=k.device
+        )
+        page = table[request, (index // size).long()]
+    else:
+        pages = check_page_lists(given.kv_indptr, given.kv_indices, k.device, read=False)
+        place = pages["page_indptr"][request].long() + index // size
+        listed = pages["page_table"]
+        page = listed[place.clamp(max=len(listed) - 1)] if len(listed) else torch.zeros_like(index)
     return page * _tokens_between_pages(k) + index % size
 
 

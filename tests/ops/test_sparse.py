@@ -38,6 +38,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tens
     return torch.einsum("hk,khd->hd", logits.softmax(-1), v[seen].double()), logits.logsumexp(-1)
 
 
+@pytest.mark.parametrize("csr", [False, True], ids=["table", "csr"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize(
     ("heads", "kv"),
@@ -48,10 +49,21 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tens
         (GQA, ag.Paged(page_size=PAGE)),
         (GQA, ag.Paged(page_size=PAGE, layout="HND", dtype="int8", scale="token")),
         (GQA, ag.Paged(page_size=PAGE, dtype="int4")),
+        (GQA, ag.Paged(page_size=PAGE, dtype="nvfp4")),
+        (GQA, ag.Paged(page_size=PAGE, dtype="mxfp4")),
     ],
-    ids=["latents", "latents-e4m3", "latents-int8-tokens", "heads", "heads-first-int8-tokens", "heads-int4"],
+    ids=[
+        "latents",
+        "latents-e4m3",
+        "latents-int8-tokens",
+        "heads",
+        "heads-first-int8-tokens",
+        "int4",
+        "nvfp4",
+        "mxfp4",
+    ],
 )
-def test_only_listed_keys_are_seen(place: Place, heads: Any, kv: ag.Paged, ragged: bool) -> None:
+def test_only_listed_keys_are_seen(place: Place, heads: Any, kv: ag.Paged, ragged: bool, csr: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     latent = isinstance(heads, ag.MLA)
     width = 96 if latent else 64
@@ -81,7 +93,11 @@ def test_only_listed_keys_are_seen(place: Place, heads: Any, kv: ag.Paged, ragge
     rows = [(b, row) for b, n in enumerate(QO) for row in range(n)]
     flat = tuple(torch.stack([x[b, row] for b, row in rows]) for x in (q, index))
     lengths = {"qo_indptr": i32([0, 3, 4, 6])} if ragged else {"qo_lens": i32(QO)}
-    options = {"page_table": table, "kv_lens": i32(KV), **lengths, **scales}
+    pages = {"page_table": table, "kv_lens": i32(KV)}
+    if csr:
+        listed = i32([7, 2, 5, 0, 1, 9, 3, 8, 4])
+        pages = {"kv_indptr": i32([0, 6, 6, 9]), "kv_indices": listed, "kv_last_page_len": i32([1, 0, 1])}
+    options = {**pages, **lengths, **scales}
     device = place.device
 
     def on_device(x: Any) -> Any:
@@ -131,7 +147,7 @@ def test_what_lists_give_no_meaning_is_refused() -> None:
     for extra, what in (
         ({"v": cache}, "v is given beside a paged cache"),
         ({"kv_offset": i32([0, 0])}, "kv_offset has no meaning here"),
-        ({"kv_indices": i32([0, 1])}, "kv_indices has no meaning here"),
+        ({"kv_indices": i32([0, 1])}, "kv_lens has no meaning here"),
         ({"out": torch.empty(2, 4, 64).half()}, "out has dtype torch.float16"),
         ({"out": torch.empty(1, 4, 64)}, "out has shape"),
     ):
