@@ -1,4 +1,4 @@
-"""The corpus by kernels of the cuda backend, run on the CPU: decode over stored caches, and backward."""
+"""The corpus by kernels of the cuda backend, run on the CPU: decode over stored caches, prefill and backward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 import attngen as ag
 from attngen.compiler import plan_op
+from attngen.variant import OpName
 from tests.backends.cuda_host.emulator import HOPPER, host_backward_ops, host_ops
 from tests.numerics.cases import corpus
 from tests.numerics.harness import Case, run_case
@@ -62,7 +63,7 @@ def test_case(case: Case) -> None:
 
 
 # Spans with full tiles and holes, tests of tiles, lists; lengths that tiles do not divide, requests without queries or keys.
-BACKWARD: dict[str, dict[str, Any]] = {
+TRAINED: dict[str, dict[str, Any]] = {
     "full-64": {"heads": ag.GQA(2, 1, 64)},
     "causal-128": {"heads": ag.GQA(2, 1, 128), "mask": ag.Causal()},
     "window-ragged": {"heads": ag.GQA(4, 2, 64), "mask": WINDOW, "kv": ag.Ragged(), "dtype": "fp16"},
@@ -76,11 +77,27 @@ BACKWARD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BACKWARD)
+def _case(name: str, op: OpName) -> Case:
+    fields = TRAINED[name]
+    if op == "prefill":  # heads of a group have a second kernel, of Triton
+        heads = fields["heads"]
+        fields = fields | {"heads": ag.MHA(heads.num_kv_heads, heads.head_dim, head_dim_vo=heads.head_dim_vo)}
+    spec = ag.AttentionSpec(**fields)
+    lens = ((37, 0, 3, 150), (37, 5, 0, 200)) if spec.kv.kind == "ragged" else ((140, 9), (140, 3))
+    return Case(f"hopper-{name}", spec, op, *lens, strided=name == "alibi", seed=len(name))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_prefill(name: str) -> None:
+    case = _case(name, "prefill")
+    assert plan_op(case.spec, "prefill", HOPPER, "cuda").kernel("forward").backend == "cuda"
+    verdict = run_case(case, host_ops(case.spec), "cpu")
+    assert not verdict.failures, verdict.failures
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_backward(name: str) -> None:
-    spec = ag.AttentionSpec(**BACKWARD[name])
-    ragged = spec.kv.kind == "ragged"
-    lens = ((37, 0, 3, 150), (37, 5, 0, 200)) if ragged else ((140, 9), (140, 3))
-    case = Case(f"hopper-{name}", spec, "backward", *lens, strided=name == "alibi", seed=len(name))
-    verdict = run_case(case, host_backward_ops(spec), "cpu")
+    case = _case(name, "backward")
+    assert plan_op(case.spec, "backward", HOPPER, "cuda").kernel("dqkv").backend == "cuda"
+    verdict = run_case(case, host_backward_ops(case.spec), "cpu")
     assert not verdict.failures, verdict.failures

@@ -164,39 +164,25 @@ class HostOp(Op):
     """An op planned for a Hopper GPU whose CUDA kernels run here; the others are those of the C++ backend."""
 
     def __init__(self, spec: AttentionSpec, op: OpName) -> None:
-        self._others = build_op(spec, plan_op(spec, op, Target.parse("cpu"), "cpp"))
         super().__init__(plan_op(spec, op, HOPPER, "cuda"), ())
-
-    def load(self, device: torch.device) -> dict[str, tuple[KernelPlan, Launch]]:
-        """Plans and launch functions by role."""
-        others = self._others.load(device)
-        return {
-            kernel.role: (kernel, host_launch(kernel)) if kernel.backend == "cuda" else others[kernel.role]
-            for kernel in self.plan.kernels
-        }
-
-
-class HostBackward(Op):
-    """Backward as planned for a Hopper GPU; lists of tiles are made by the C++ backend."""
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(plan_op(spec, "backward", HOPPER, "cuda"), ())
         self._spec = spec
 
     def load(self, device: torch.device) -> dict[str, tuple[KernelPlan, Launch]]:
         """Plans and launch functions by role."""
         if device not in self._loaded:
-            makers = {"delta": _delta, "query_lists": self._lists}
-            self._loaded[device] = {
-                kernel.role: (kernel, makers.get(kernel.schedule, host_launch)(kernel)) for kernel in self.plan.kernels
-            }
+            self._loaded[device] = {kernel.role: (kernel, self._launch(kernel)) for kernel in self.plan.kernels}
         return self._loaded[device]
 
-    def _lists(self, kernel: KernelPlan) -> Launch:
+    def _launch(self, kernel: KernelPlan) -> Launch:
+        if kernel.backend == "cuda":
+            return host_launch(kernel)
+        if kernel.schedule == "delta":
+            return _delta(kernel)
         cpu = Target.parse("cpu")
-        kernels = (replace(kernel, backend="cpp", target=cpu),)
-        op = build_op(self._spec, replace(self.plan, backend="cpp", target=cpu, kernels=kernels))
-        return op.load(torch.device("cpu"))[kernel.role][1]
+        plan = plan_op(self._spec, self.plan.op, cpu, "cpp")
+        if kernel.schedule in ("key_lists", "query_lists"):  # of tiles as CUDA's
+            plan = replace(plan, kernels=(replace(kernel, backend="cpp", target=cpu),))
+        return build_op(self._spec, plan).load(torch.device("cpu"))[kernel.role][1]
 
 
 def _delta(plan: KernelPlan) -> Launch:
@@ -219,7 +205,7 @@ class _HostResolver(_Resolver):
 
 class _BackwardResolver(_Resolver):
     def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
-        return HostBackward(self.spec) if op == "backward" else super().__call__(op, device)
+        return HostOp(self.spec, op) if op == "backward" else super().__call__(op, device)
 
 
 def host_ops(spec: AttentionSpec) -> Ops:

@@ -61,6 +61,7 @@ inline int block_number;
 inline char* shared;
 inline long progress;
 inline std::function<void()> body;
+inline void (*before_block)() = nullptr;
 
 inline void pause() { swapcontext(&current->context, &scheduler); }
 
@@ -87,6 +88,7 @@ inline void enter() {
 }
 
 inline void run_block(int threads_count, size_t shared_bytes) {
+  if (before_block) before_block();
   static std::vector<char> memory;
   memory.assign(shared_bytes + 1024, char(0xff));
   shared = memory.data() + (1024 - reinterpret_cast<uintptr_t>(memory.data()) % 1024) % 1024;

@@ -99,6 +99,11 @@ double operand(uint64_t descriptor, bool across, int row, int k) {
 inline std::map<int, std::vector<std::function<void()>>> open_products;
 inline std::map<int, std::deque<std::vector<std::function<void()>>>> product_groups;
 
+inline const bool clears = [] {
+  before_block = [] { barriers.clear(), named.clear(), open_products.clear(), product_groups.clear(); };
+  return true;
+}();
+
 template <typename T, int N>
 void add_product(float (&sums)[N], bool adds, const double (&left)[2][16], uint64_t b, bool b_across) {
   const int j = lane() % 4;
@@ -171,6 +176,7 @@ inline void store_matrices(bool transposed, uint32_t to, std::initializer_list<u
 }  // namespace machine
 
 [[noreturn]] inline void __trap() { std::fprintf(stderr, "trap\n"), std::abort(); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* at, int x) { const int before = *at; *at += x; return before; }
 
 inline void ptx_mbarrier_init_shared__cta_b64(uint32_t at, uint32_t arrivals) {
@@ -186,7 +192,11 @@ inline void ptx_bar_sync(int id, int count) {
   meeting.members = count;
   machine::meet(meeting, {});
 }
-inline void ptx_bar_arrive(int, int) { std::abort(); }
+inline void ptx_bar_arrive(int id, int count) {
+  machine::Meeting& meeting = machine::named[id];
+  if (++meeting.arrived == count) meeting.arrived = 0, meeting.generation++;
+  machine::progress++;
+}
 template <typename... A> void ptx_nothing(A&&...) {}
 inline void ptx_cp_async_bulk_tensor(uint32_t to, const void* map, uint32_t at, int dim, int token, int head, int request, uint64_t = 0) {
   machine::copy_box(to, map, at, dim, token, head, request);
@@ -205,6 +215,11 @@ inline void ptx_wgmma_wait_group_sync_aligned(int pending) { machine::run_produc
 template <typename T> void write_at(uint32_t at, T x) { std::memcpy(machine::shared + at, &x, sizeof x); }
 inline void ptx_st_shared_f32(uint32_t at, float x) { write_at(at, x); }
 inline void ptx_st_shared_v4_b32(uint32_t at, int x, int y, int z, int w) { write_at(at, int4{x, y, z, w}); }
+inline void ptx_st_shared_v4_b32(uint32_t at, int x) { write_at(at, int4{x, x, x, x}); }
+inline void ptx_st_global_v4_b32(void* to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  const uint32_t words[] = {x, y, z, w};
+  std::memcpy(to, words, sizeof words);
+}
 inline void ptx_stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   machine::store_matrices(false, to, {a, b, c, d});
 }
