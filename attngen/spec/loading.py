@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 from attngen.errors import SpecError
 from attngen.resources import resource_folder
 from attngen.spec.attention import AttentionSpec
+
+MAX_BYTES = 1 << 18  # of a spec file: far more than any declaration needs
+# tomllib takes time quadratic in the parts of a dotted key; no spec has one of more than a few.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 
 
 def shipped_specs() -> dict[str, Path]:
@@ -32,12 +37,27 @@ def load_spec(source: str | Path) -> AttentionSpec:
             fix=f"pass a .toml or .json file, or one of {', '.join(shipped_specs())}",
         )
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise SpecError(
+                f"{path} has {size} bytes",
+                where=str(path),
+                why=f"a spec file has at most {MAX_BYTES}",
+                fix="pass tables as tensors, when the op is called",
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read {path}", where=str(path), why=str(error), fix="pass a UTF-8 text file") from None
     if path.suffix == ".json":
         return AttentionSpec.model_validate_json(text)
+    if _LONG_KEY.search(text):
+        raise _too_deep(path, "a key has more than 64 parts")
     try:
         return AttentionSpec.model_validate(tomllib.loads(text), strict=False)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"{path} is no TOML", where=str(path), why=str(error), fix="correct the file") from None
+    except RecursionError:
+        raise _too_deep(path, "Python's reader gives up") from None
+
+
+def _too_deep(path: Path, why: str) -> SpecError:
+    return SpecError(f"{path} is nested too deeply", where=str(path), why=why, fix="simplify it")
