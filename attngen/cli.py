@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
-from rich.console import Console
 from rich.syntax import Syntax
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 import attngen as ag
+from attngen import cache_commands
 from attngen import demo as encoder_demo
 from attngen.backends import registry
 from attngen.builds import BuildReport, Job, build_all
@@ -24,14 +23,11 @@ from attngen.doctor import examine, local_backend, local_target
 from attngen.errors import ArgumentError, AttngenError, UnsupportedError
 from attngen.explain import Request, Section, Stage, declared, explain, others
 from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
-from attngen.settings import Settings
 from attngen.spec import AttentionSpec, load_spec, shipped_specs
-from attngen.store import Artifact, Store
 from attngen.target import CPU_ARCHS, CUDA_ARCHS, HIP_ARCHS, Target
+from attngen.terminal import console_for, count, err, out, print_error, size_text, table_of
 from attngen.variant import OPS, OpName
 
-_WIDE = 1000
-_PREFIX = 12
 _FACTS = ("shared", "registers", "spills")
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -43,15 +39,14 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except AttngenError as error:
-            _print_error(error)
+            print_error(error)
             raise typer.Exit(1) from None
 
 
 app = typer.Typer(
     cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(cache, name="cache", help="Look at the cache of built kernels, or clear it.")
+app.add_typer(cache_commands.app, name="cache", help="Look at the cache of built kernels, or make it smaller.")
 
 SpecArgument = Annotated[
     str, typer.Argument(metavar="SPEC", help="A shipped name (see list), or a .toml or .json file.")
@@ -94,8 +89,8 @@ def demo() -> None:
 @app.command("list")
 def list_specs() -> None:
     """Shipped specs, backends and targets."""
-    console = _out()
-    table = _table("name", "heads", "head dim", "mask", "score mods", "other", "kv", "dtype")
+    console = out()
+    table = table_of("name", "heads", "head dim", "mask", "score mods", "other", "kv", "dtype")
     for name in shipped_specs():
         spec = load_spec(name)
         heads = spec.heads
@@ -113,7 +108,7 @@ def list_specs() -> None:
     console.print(table)
     console.print()
     targets = {"cpu": CPU_ARCHS, "cuda": CUDA_ARCHS, "hip": HIP_ARCHS, "interpret": ("",)}
-    table = _table("backend", "targets")
+    table = table_of("backend", "targets")
     for name in registry.NAMES:
         backend = registry.backend(name)
         built = [str(Target(kind, arch)) for kind, archs in targets.items() for arch in archs]  # type: ignore[arg-type]
@@ -144,30 +139,30 @@ def compile_specs(
         for place in dict.fromkeys(targets)
         for op in wanted or OPS
     ]
-    report = build_all(todo, _err(), jobs or min(8, os.cpu_count() or 1), every_op=bool(wanted))
+    report = build_all(todo, err(), jobs or min(8, os.cpu_count() or 1), every_op=bool(wanted))
     _print_report(report)
     if report.failures:
         raise typer.Exit(1)
 
 
 def _print_report(report: BuildReport) -> None:
-    console = _out()
+    console = out()
     if report.kernels:
         known = [name for name in _FACTS if any(name in kernel.metadata for kernel in report.kernels)]
-        table = _table("spec", "kernel", "target", "", ">seconds", ">size", *(f">{name}" for name in known))
+        table = table_of("spec", "kernel", "target", "", ">seconds", ">size", *(f">{name}" for name in known))
         for kernel in report.kernels:
             facts = [str(kernel.metadata.get(name, "")) for name in known]
             state = "built" if kernel.built else "cached"
             seconds = f"{kernel.seconds:.2f}" if kernel.built else ""
-            table.add_row(kernel.spec, kernel.entry, str(kernel.target), state, seconds, _size(kernel.size), *facts)
+            table.add_row(kernel.spec, kernel.entry, str(kernel.target), state, seconds, size_text(kernel.size), *facts)
         console.print(table)
     for line in report.notes:
         console.print(Text(line, "dim"), soft_wrap=True)
     built = sum(kernel.built for kernel in report.kernels)
     states = f"{built} built, {len(report.kernels) - built} cached"
-    console.print(f"{_number(len(report.kernels), 'kernel')}: {states}, in {report.seconds:.2f} s")
+    console.print(f"{count(len(report.kernels), 'kernel')}: {states}, in {report.seconds:.2f} s")
     for error in report.failures:
-        _print_error(error)
+        print_error(error)
 
 
 @app.command("explain")
@@ -194,7 +189,7 @@ def explain_spec(
         theirs = sections(diff)
         lines = difflib.unified_diff(_lines(found), _lines(theirs), source, diff)
         found = [Section(f"{source} and {diff}", "".join(lines), "diff")]
-    console = _console()
+    console = console_for()
     for section in found:
         if not console.is_terminal:
             typer.echo(section.text, nl=False)
@@ -251,7 +246,7 @@ def show(
         request,
         samples | given,
     )
-    console = _console()
+    console = console_for()
     console.print(terminal_picture(tiles, console.width, colour=console.color_system is not None), soft_wrap=True)
     if drawn:
         console.print(f"sample values of {', '.join(drawn)}: pass others with --param", soft_wrap=True)
@@ -263,7 +258,7 @@ def show(
 @app.command()
 def doctor() -> None:
     """What attngen finds on this machine, what is missing, and how to get it."""
-    console = _out()
+    console = out()
     findings = examine()
     width = max(len(finding.name) for finding in findings) + 2
     for finding in findings:
@@ -273,83 +268,6 @@ def doctor() -> None:
             console.print(Text(f"  {'':<{width}}→ {finding.fix}", "yellow"), soft_wrap=True)
     missing = sum(bool(finding.fix) for finding in findings)
     console.print(Text(f"{missing} of {len(findings)} want attention" if missing else "nothing is missing", "bold"))
-
-
-@cache.command("ls")
-def cache_ls() -> None:
-    """Every entry of every cache."""
-    console, entries = _out(), list(_store().entries())
-    table = _table("spec", "op", "entry", "target", ">size", ">age", "folder")
-    for artifact in sorted(entries, key=lambda artifact: (artifact.manifest.entry, artifact.manifest.target)):
-        about, manifest = artifact.manifest.about, artifact.manifest
-        words = (about.get("spec", ""), about.get("op", ""), manifest.entry, manifest.target)
-        table.add_row(*words, _size(artifact.size), _age(artifact.age), artifact.folder.parent.name[:_PREFIX])
-    if entries:
-        console.print(table)
-    console.print(_total(entries))
-
-
-@cache.command("clear")
-def cache_clear(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
-    """Remove every entry of your own cache; shipped ones stay."""
-    store = _store()
-    root = None if store.root is None else store.root.path
-    entries = [artifact for artifact in store.entries() if root is not None and root in artifact.folder.parents]
-    if not yes:
-        typer.confirm(f"Remove {_total(entries)} from {root}?", abort=True)
-    removed = store.clear()
-    _out().print(f"removed {_total(entries)} from {root}", soft_wrap=True)
-    if removed > len(entries):
-        _out().print(f"{removed - len(entries)} of the folders removed were damaged")
-
-
-@cache.command("verify")
-def cache_verify() -> None:
-    """Check every file of every entry against its checksum."""
-    damaged = _store().verify()
-    for folder, why in damaged.items():
-        _out().print(Text(f"{folder}: {why}", "red"), soft_wrap=True)
-    _out().print(_number(len(damaged), "damaged entry"))
-    if damaged:
-        raise typer.Exit(1)
-
-
-@cache.command("gc")
-def cache_gc() -> None:
-    """Remove what dead builds left behind, damaged entries, and logs of failures."""
-    _out().print(f"removed {_number(_store().collect(), 'leftover')}")
-
-
-def _store() -> Store:
-    return Store.from_settings(Settings.from_env())
-
-
-def _out() -> Console:
-    """Standard output, without breaks in lines: a narrow terminal wraps a table's row better than its cells."""
-    return _console(width=_WIDE)
-
-
-def _console(width: int | None = None, *, stderr: bool = False) -> Console:
-    """A console that prints what it is given: brackets, colons and numbers have no meaning."""
-    return Console(width=width, stderr=stderr, markup=False, emoji=False, highlight=False)
-
-
-def _err() -> Console:
-    return _console(stderr=True)
-
-
-def _print_error(error: AttngenError) -> None:
-    _err().print(Text(str(error), "red"), soft_wrap=True)
-
-
-def _table(*columns: str) -> Table:
-    """A table without lines; ``>`` before a column's name aligns it to the right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
-    return table
 
 
 def _lines(sections: Iterable[Section]) -> list[str]:
@@ -373,24 +291,3 @@ def _one_of(what: str, text: str, choices: Sequence[_Choice]) -> _Choice:
         if choice == text:
             return choice
     raise ArgumentError(f"no {what} {text!r}", where=what, why="it does not exist", fix=f"use {', '.join(choices)}")
-
-
-def _total(entries: Sequence[Artifact]) -> str:
-    size = sum(artifact.size for artifact in entries)
-    return f"{_number(len(entries), 'entry')}, {size} bytes ({_size(size)})"
-
-
-def _number(number: int, noun: str) -> str:
-    plural = f"{noun.removesuffix('y')}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
-
-
-def _size(size: int) -> str:
-    return f"{size / 1024:.1f} KiB" if size < 1 << 20 else f"{size / (1 << 20):.1f} MiB"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

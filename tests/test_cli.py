@@ -25,7 +25,6 @@ from attngen.settings import Settings
 from attngen.store import Store
 from attngen.target import Target
 from attngen.variant import OpName
-from tests.store.toolchains import KERNEL, FakeToolchain, other_kernel
 
 CPU = str(Target.parse("cpu"))
 
@@ -408,74 +407,6 @@ def test_doctor_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"{cache} is refused: others may write to it (mode 0777)" in text
     assert "→ point ATTNGEN_CACHE_DIR to a private folder" in text
     assert re.search(r"\d of \d+ want attention", text)
-
-
-@pytest.fixture
-def store() -> Store:
-    """A cache with two entries."""
-    store = Store.from_settings(Settings.from_env())
-    about = {"spec": "tiny", "op": "decode"}
-    for kernel in (KERNEL, other_kernel(7)):
-        store.get_or_build(kernel, FakeToolchain(), about)
-    return store
-
-
-def test_cache_ls(store: Store):
-    header, *entries, total = rows(succeed("cache", "ls"))
-    assert header == ["spec", "op", "entry", "target", "size", "age", "folder"]
-    assert len(entries) == 2
-    folders = {artifact.folder.parent.name[:12] for artifact in store.entries()}
-    assert {entry[-1] for entry in entries} == folders
-    for entry in entries:
-        assert entry[:4] == ["tiny", "decode", KERNEL.entry, str(KERNEL.target)]
-        assert re.fullmatch(r"\d+ s", entry[5])
-    assert total == [f"2 entries, {store.size} bytes ({store.size / 1024:.1f} KiB)"]
-
-
-def test_cache_clear_asks(store: Store, tmp_path: Path):
-    size = store.size
-    result = run("cache", "clear", text="n\n")
-    assert result.exit_code == 1
-    assert f"Remove 2 entries, {size} bytes ({size / 1024:.1f} KiB) from {tmp_path / 'cache'}?" in result.output
-    assert len(list(store.entries())) == 2
-    assert run("cache", "clear", text="y\n").exit_code == 0
-    assert list(store.entries()) == []
-
-
-def test_cache_clear_says_what_it_removed(store: Store, tmp_path: Path):
-    size = store.size
-    said = succeed("cache", "clear", "--yes")
-    assert said == f"removed 2 entries, {size} bytes ({size / 1024:.1f} KiB) from {tmp_path / 'cache'}\n"
-    assert succeed("cache", "clear", "--yes").startswith("removed 0 entries, 0 bytes")
-
-
-def test_cache_clear_leaves_shipped_entries(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ATTNGEN_CACHE_PATH", str(tmp_path / "cache"))
-    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "own"))
-    assert succeed("cache", "clear", "--yes").startswith("removed 0 entries")
-    assert succeed("cache", "ls").count("tiny") == 2
-
-
-def test_cache_verify_finds_damage(store: Store):
-    assert succeed("cache", "verify") == "0 damaged entries\n"
-    artifact = next(iter(store.entries()))
-    artifact.binary.write_bytes(b"other")
-    result = run("cache", "verify")
-    assert result.exit_code == 1
-    assert str(artifact.folder) in result.stdout
-    assert "1 damaged entry\n" in result.stdout
-
-
-def test_cache_gc_removes_leftovers(store: Store, tmp_path: Path):
-    (tmp_path / "cache" / "damaged-0").mkdir()
-    assert succeed("cache", "gc") == "removed 1 leftover\n"
-    assert len(list(store.entries())) == 2
-
-
-def test_an_untrusted_cache_is_an_error(tmp_path: Path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-    assert "the cache folder" in fail("cache", "gc")
 
 
 def test_show_draws_sample_values(tmp_path: Path):

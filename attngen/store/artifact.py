@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from attngen.store import private
 from attngen.store.manifest import FILE_NAME, DamagedError, FileRecord, Manifest
+
+_NOTE_EVERY = 3600.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,20 @@ class Artifact:
     def age(self) -> float:
         """Seconds since it was built."""
         return time.time() - (self.folder / FILE_NAME).stat().st_mtime
+
+    @property
+    def idle(self) -> float:
+        """Seconds since it was used, as far as that is noted."""
+        return time.time() - self.folder.stat().st_mtime
+
+    def note_use(self) -> None:
+        """Set the time of its folder, at most once an hour, where that can be written.
+
+        File systems keep no access times, or only some: many are mounted so that reading leaves no trace.
+        """
+        with suppress(OSError):
+            if abs(self.idle) > _NOTE_EVERY:
+                os.utime(self.folder)
 
 
 def read(folder: Path) -> Artifact:

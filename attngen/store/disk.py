@@ -1,7 +1,8 @@
 """Finds built kernels on disk, and builds the ones that are missing.
 
 Correct by one rename: an entry appears complete or not at all. Locks only keep processes from doing the same work
-twice, so a lock that cannot be had is done without. Looking an entry up takes no lock and writes nothing.
+twice, so a lock that cannot be had is done without. Looking an entry up takes no lock, and writes nothing
+but, once an hour, the time of a folder in the user's own root: when its entry was last used.
 
 Below a root: ``<digest>/<fingerprint>/`` entries, ``locks/``, ``building/`` private folders of builds,
 ``failed/<digest>.log``, and ``damaged-…`` entries that were moved aside.
@@ -14,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import platformdirs
 
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import Toolchain
-from attngen.errors import AttngenError, BuildError, CacheMissError
+from attngen.errors import ArgumentError, AttngenError, BuildError, CacheMissError
 from attngen.settings import Settings
 from attngen.store import private
 from attngen.store.artifact import Artifact, check, load, read
@@ -158,26 +159,95 @@ class Store:
         """Bytes of all entries."""
         return sum(artifact.size for artifact in self.entries())
 
+    def own_entries(self) -> list[Artifact]:
+        """Those of :meth:`entries` that lie in the user's own root."""
+        if self.root is None:
+            return []
+        return [artifact for artifact in self.entries() if artifact.folder.parents[1] == self.root.path]
+
+    def entry(self, name: str) -> Artifact:
+        """The one entry that ``name`` means: a path, the start of a digest, or that and the start of a toolchain's name.
+
+        Raises:
+            ArgumentError: none is called so, or several are, or it cannot be read.
+        """
+        digest, _, toolchain = name.partition("/")
+        found = [
+            folder
+            for folder in self._folders()
+            if (folder.parent.name.startswith(digest) and folder.name.startswith(toolchain) and digest)
+            or folder == _absolute(name)
+        ]
+        if len(found) != 1:
+            listed = ", ".join(f"{folder.parent.name[:12]}/{folder.name}" for folder in found)
+            raise ArgumentError(
+                f"{name!r} names {len(found) or 'no'} entries",
+                where="cache",
+                why=listed or "no folder in any cache is called so",
+                fix="write more of the name" if found else "see `attngen cache ls`",
+            )
+        try:
+            return read(found[0])
+        except (DamagedError, OSError) as error:
+            raise ArgumentError(f"{name!r} cannot be read", where=str(found[0]), why=str(error)) from None
+
     def collect(self) -> int:
         """Remove what builds left behind in the user's own root: dead builds, damaged entries, logs of failures."""
         if self.root is None or not self.root.path.is_dir():
             return 0
         self.root.require_trust()
         path = self.root.path
-        waste = [*path.glob("damaged-*"), *(path / "failed").glob("*.log")]
-        return private.discard(path, waste) + private.collect_leftovers(path)
+        with self._changing(path):
+            waste = [*path.glob("damaged-*"), *(path / "failed").glob("*.log")]
+            return private.discard(path, waste) + private.collect_leftovers(path)
 
     def clear(self) -> int:
         """Remove every entry of the user's own root, and return how many there were; running builds go on."""
         self.collect()
         if self.root is None or not self.root.path.is_dir():
             return 0
-        folders = self.root.folders()
-        removed = private.discard(self.root.path, folders)
+        return self._discard(self.root, self.root.folders())
+
+    def trim(self, *, max_size: int | None, max_age: float | None) -> list[Artifact]:
+        """Remove entries of the user's own root, and return them.
+
+        Args:
+            max_size: bytes that the rest may have; those used least recently go first.
+            max_age: seconds without use after which an entry goes in any case.
+        """
+        if self.root is None:
+            return []
+        ages: list[tuple[float, Artifact]] = []
+        for artifact in self.own_entries():
+            with suppress(FileNotFoundError):  # somebody else has removed it
+                ages.append((artifact.idle, artifact))
+        removed, size = [], 0
+        for idle, artifact in sorted(ages, key=lambda pair: pair[0]):
+            size += artifact.size
+            if (max_age is not None and idle > max_age) or (max_size is not None and size > max_size):
+                removed.append(artifact)
+        self._discard(self.root, [artifact.folder for artifact in reversed(removed)])
+        return removed
+
+    def _discard(self, root: Root, folders: list[Path]) -> int:
+        with self._changing(root.path):
+            removed = private.discard(root.path, folders)
         for parent in {folder.parent for folder in folders}:
-            with suppress(OSError):  # a build has just put an entry here
+            with suppress(OSError):  # another toolchain's entry is here, or a build has just put one here
                 parent.rmdir()
         return removed
+
+    @contextmanager
+    def _changing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise AttngenError(
+                f"the cache folder {path} cannot be changed",
+                where="ATTNGEN_CACHE_DIR",
+                why=str(error),
+                fix="run this as its owner, where it is mounted writable",
+            ) from error
 
     def _roots(self) -> list[Root]:
         temporary = private.temporary_root()
@@ -204,6 +274,8 @@ class Store:
             for folder in folders:
                 try:
                     if (artifact := load(folder, digest)) is not None:
+                        if root is self.root:
+                            artifact.note_use()
                         return artifact, problems
                 except (DamagedError, OSError) as error:
                     problems.append(f"{folder}: {error}")
