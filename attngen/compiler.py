@@ -17,18 +17,20 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from attngen.backends.base import Backend
 from attngen.backends.registry import backend as get_backend
-from attngen.backends.registry import default_backend
+from attngen.backends.registry import serving
 from attngen.codegen.render import RenderedKernel, render
-from attngen.errors import ArgumentError, SlowKernelError, UnsupportedError
+from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.text import to_text
 from attngen.ops import BuiltKernel, Op, Ops
 from attngen.schedule import KernelPlan, OpPlan, choose_schedule, retile
@@ -113,13 +115,74 @@ def render_kernel(plan: KernelPlan) -> RenderedKernel:
     return kernel
 
 
+def choose_op(
+    variant: Variant, op: OpName, target: Target, backend: str | None, *, deterministic: bool = False
+) -> OpPlan | Op:
+    """What to build for one op, or the op itself where a cache decides.
+
+    Without a backend, an image's cache (``ATTNGEN_CACHE_PATH``) comes first: its kernels run wherever it is, whichever
+    toolchains happen to be there. Then come, the fastest first, backends whose toolchains are here and those whose kernels lie
+    in a cache; where building is forbidden, only the latter.
+
+    Raises:
+        UnsupportedError: no backend can run it.
+    """
+
+    @cache
+    def plan_for(name: str) -> OpPlan | UnsupportedError:
+        try:
+            return _plan_variant(variant, op, target, name, deterministic=deterministic)
+        except UnsupportedError as error:
+            return error
+
+    def plans() -> Iterator[OpPlan]:
+        return (plan for name in names if isinstance(plan := plan_for(name), OpPlan))
+
+    names = (backend,) if backend else serving(target)
+    default = next(plans(), None)
+    if default is None:
+        raise cast("UnsupportedError", plan_for(names[0]))
+    if len(names) == 1:
+        return default
+    settings = Settings.from_env()
+    store = Store.from_settings(settings)
+    if store.shipped and (found := _first(plans(), store.shipped_only())) is not None:
+        return found
+    if settings.require_cached:
+        return _first(plans(), store) or default
+    for plan in plans():
+        if all(_toolchain(kernel.backend).fingerprint(target) is not None for kernel in plan.kernels):
+            return plan
+        if (found := find_op(plan, store)) is not None:
+            return found
+    return default
+
+
+def _first(plans: Iterable[OpPlan], store: Store) -> Op | None:
+    return next((found for plan in plans if (found := find_op(plan, store)) is not None), None)
+
+
+def find_op(plan: OpPlan, store: Store) -> Op | None:
+    """The op from kernels in caches, with the tiles that their builds settled on; ``None`` if one is missing."""
+    found = []
+    for kernel in plan.kernels:
+        rendered = render_kernel(kernel)
+        artifact = store.find(rendered, _toolchain(kernel.backend).fingerprint(rendered.target))
+        if artifact is None:
+            return None
+        if artifact.rejected:
+            return find_op(retile(plan, kernel), store)
+        found.append(BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata))
+    return Op(plan, found)
+
+
 def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None) -> Op:
     """Render, build or find, and bind the kernels of one op; kernels that must be built are built side by side."""
     if not plan.kernels:
         return Op(plan, ())
     settings = Settings.from_env()
     store = Store.from_settings(settings)
-    slow: list[KernelPlan] = []
+    rejected: dict[str, str] = {}
 
     def build(kernel: KernelPlan) -> BuiltKernel:
         rendered, toolchain = render_kernel(kernel), _toolchain(kernel.backend)
@@ -130,22 +193,25 @@ def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] 
             if progress is not None:
                 progress(f"{kernel.entry} for {kernel.target}")
             about = {"spec": spec.name or "", "op": plan.op, "backend": kernel.backend, "explain": _explain(spec, plan)}
-            try:
-                artifact = store.get_or_build(rendered, toolchain, about)
-            except SlowKernelError:
-                slow.append(kernel)
-                raise
+            artifact = store.get_or_build(rendered, toolchain, about)
+            if artifact.rejected:
+                shape = f"{kernel.tiles.q} x {kernel.tiles.kv}"
+                log.warning(
+                    "attngen: %s is slow with tiles of %s: %s; others are tried", kernel.entry, shape, artifact.rejected
+                )
+        if artifact.rejected:
+            rejected[kernel.role] = artifact.rejected
         return BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata)
 
-    try:
-        if len(plan.kernels) == 1:
-            return Op(plan, [build(plan.kernels[0])])
+    if len(plan.kernels) == 1:
+        built = [build(plan.kernels[0])]
+    else:
         with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
-            return Op(plan, list(pool.map(build, plan.kernels)))
-    except SlowKernelError as error:
-        tiles = slow[0].tiles
-        log.warning("attngen: %s with tiles of %d x %d: %s; others are tried", error.what, tiles.q, tiles.kv, error.why)
-        return build_op(spec, retile(plan, slow[0]), progress)
+            built = list(pool.map(build, plan.kernels))
+    for kernel in plan.kernels:
+        if kernel.role in rejected:
+            return build_op(spec, retile(plan, kernel), progress)
+    return Op(plan, built)
 
 
 def _show(level: int, plan: KernelPlan, rendered: RenderedKernel, artifact: Artifact | None) -> None:
@@ -182,12 +248,11 @@ def _toolchain(name: str) -> Backend:
 class _Key:
     op: OpName
     target: Target
-    backend: str
     deterministic: bool = False
 
 
 class _Resolver:
-    """Ops of one spec by op, target and backend: each compiled once a process, whichever thread asks first."""
+    """Ops of one spec by op and target: each compiled once a process, whichever thread asks first."""
 
     def __init__(
         self, spec: AttentionSpec, target: Target | None, backend: str | None, progress: Callable[[str], None] | None
@@ -203,7 +268,7 @@ class _Resolver:
     def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
         _check_name(op)
         target = self._target(device)
-        key = _Key(op, target, self.backend or default_backend(target), deterministic)
+        key = _Key(op, target, deterministic)
         with self._lock:
             future = self._ops.get(key)
             mine = future is None
@@ -211,13 +276,13 @@ class _Resolver:
                 future = self._ops[key] = Future()
         if mine:
             try:
-                plan = _plan_variant(self.variant(op), op, target, key.backend, deterministic=deterministic)
-                if deterministic and plan == _plan_variant(
-                    self.variant(op), op, target, key.backend, deterministic=False
-                ):
+                variant = self.variant(op)
+                chosen = choose_op(variant, op, target, self.backend, deterministic=deterministic)
+                plan = chosen.plan if isinstance(chosen, Op) else chosen
+                if deterministic and plan == _plan_variant(variant, op, target, plan.backend, deterministic=False):
                     future.set_result(self(op, device))
                 else:
-                    future.set_result(build_op(self.spec, plan, self.progress))
+                    future.set_result(chosen if isinstance(chosen, Op) else build_op(self.spec, chosen, self.progress))
             except BaseException as error:
                 with self._lock:
                     del self._ops[key]

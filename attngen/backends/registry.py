@@ -38,9 +38,13 @@ def builds_for(name: str, target: Target) -> bool:
     return toolchain is not None and (target.kind in toolchain.kinds or str(target) in toolchain.kinds)
 
 
+def serving(target: Target) -> tuple[str, ...]:
+    """The backends that build for the target, the fastest first."""
+    return tuple(name for name in NAMES if builds_for(name, target))
+
+
 @cache
 def default_backend(target: Target) -> str:
-    """The fastest backend that builds for the target, of those whose toolchain is here if any is."""
-    serving = [name for name in NAMES if builds_for(name, target)]
-    present = (name for name in serving if (found := backend(name)) and found.fingerprint(target) is not None)
-    return next(present, serving[0])
+    """The fastest backend that builds for the target, of those whose toolchain is here if any is; caches may know better."""
+    present = (name for name in serving(target) if (found := backend(name)) and found.fingerprint(target) is not None)
+    return next(present, serving(target)[0])

@@ -11,6 +11,7 @@ from pathlib import Path
 from attngen.store import private
 from attngen.store.manifest import FILE_NAME, DamagedError, FileRecord, Manifest
 
+REJECTED = "rejected"
 _NOTE_EVERY = 3600.0
 
 
@@ -28,6 +29,11 @@ class Artifact:
     @property
     def source(self) -> Path:
         return self.folder / self.manifest.source
+
+    @property
+    def rejected(self) -> str:
+        """Why other tiles are to be tried, where the build found that these make a slow kernel; else empty."""
+        return str(self.manifest.metadata.get(REJECTED, ""))
 
     @property
     def size(self) -> int:

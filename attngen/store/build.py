@@ -13,9 +13,9 @@ from pathlib import Path
 
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult, Toolchain
-from attngen.errors import BuildError
+from attngen.errors import BuildError, SlowKernelError
 from attngen.store import private
-from attngen.store.artifact import Artifact, load
+from attngen.store.artifact import REJECTED, Artifact, load
 from attngen.store.key import SCHEMA, entry_path
 from attngen.store.manifest import BUILD_LOG, FILE_NAME, DamagedError, FileRecord, Manifest
 
@@ -120,6 +120,8 @@ def _fill(folder: Path, root: Path, order: Order) -> None:
 def _run(folder: Path, root: Path, order: Order) -> BuildResult:
     try:
         return order.toolchain.build(order.kernel, folder)
+    except SlowKernelError as error:  # kept, so that nobody builds it again, here or where no toolchain is
+        return BuildResult(f"{order.kernel.entry}{order.kernel.suffix}", {REJECTED: error.why or error.what}, error.log)
     except BuildError as error:
         log = root / "failed" / f"{order.digest}.log"
         with suppress(OSError):

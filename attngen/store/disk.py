@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -108,6 +109,10 @@ class Store:
             require_cached=settings.require_cached,
             lock_timeout=settings.lock_timeout,
         )
+
+    def shipped_only(self) -> Store:
+        """The same without the user's own root."""
+        return Store(None, self.shipped, require_cached=True, lock_timeout=self._lock_timeout)
 
     def find(self, kernel: RenderedKernel, fingerprint: str | None) -> Artifact | None:
         """The intact entry of ``kernel``, if there is one.
@@ -284,13 +289,15 @@ class Store:
     def _miss(self, order: Order, problems: list[str]) -> CacheMissError:
         kernel = order.kernel
         spec, op = order.about.get("spec") or "SPEC", order.about.get("op")
-        command = f"attngen compile {spec} --target {kernel.target}" + (f" --ops {op}" if op else "")
+        command = f"attngen compile {shlex.quote(spec)} --target {kernel.target}" + (f" --ops {op}" if op else "")
+        if self.shipped:
+            command += f" --into {shlex.quote(str(self.shipped[0].path))}"
         searched = ", ".join(str(root.path) for root in (*self.shipped, self.root) if root is not None)
         return CacheMissError(
             f"kernel {kernel.entry} for {kernel.target} is not in any cache",
             where=f"digest {order.digest}, searched {searched or 'no folder'}",
             why="; ".join(["ATTNGEN_REQUIRE_CACHED is set, so nothing is built here", *problems]),
-            fix=f"run `{command}` with one of these folders as ATTNGEN_CACHE_DIR, or unset ATTNGEN_REQUIRE_CACHED",
+            fix=f"run `{command}` where the toolchain is, or unset ATTNGEN_REQUIRE_CACHED",
         )
 
     def _build_once(self, order: Order) -> Artifact:

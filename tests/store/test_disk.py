@@ -203,8 +203,8 @@ def test_required_but_not_cached(root: Path, tmp_path: Path) -> None:
         "kernel decode_causal_gqa4_fp16_d64 for cpu:x86-64-v3 is not in any cache\n"
         f"  where: digest {source_digest(KERNEL)}, searched {tmp_path / 'shipped'}, {root}\n"
         "  why: ATTNGEN_REQUIRE_CACHED is set, so nothing is built here\n"
-        "  fix: run `attngen compile gemma2-local --target cpu:x86-64-v3 --ops decode` with one of these folders as "
-        "ATTNGEN_CACHE_DIR, or unset ATTNGEN_REQUIRE_CACHED"
+        "  fix: run `attngen compile gemma2-local --target cpu:x86-64-v3 --ops decode --into "
+        f"{tmp_path / 'shipped'}` where the toolchain is, or unset ATTNGEN_REQUIRE_CACHED"
     )
     assert toolchain.built == []
     assert not root.exists()
