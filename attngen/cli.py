@@ -19,8 +19,9 @@ from attngen import demo as encoder_demo
 from attngen.backends import registry
 from attngen.builds import BuildReport, Job, build_all
 from attngen.compiler import plan_op
+from attngen.deployment import wanted
 from attngen.doctor import examine, local_backend, local_target
-from attngen.errors import ArgumentError, AttngenError, UnsupportedError
+from attngen.errors import ArgumentError, AttngenError, BuildError, UnsupportedError
 from attngen.explain import Request, Section, Stage, declared, explain, others
 from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
 from attngen.spec import AttentionSpec, load_spec, shipped_specs
@@ -28,7 +29,8 @@ from attngen.target import CPU_ARCHS, CUDA_ARCHS, HIP_ARCHS, Target
 from attngen.terminal import console_for, count, err, out, print_error, size_text, table_of
 from attngen.variant import OPS, OpName
 
-_FACTS = ("shared", "registers", "spills")
+_FACTS = ("threads", "shared", "registers", "spills")
+_LOG_LINES = 60
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -120,26 +122,31 @@ def list_specs() -> None:
 
 @app.command("compile")
 def compile_specs(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Shipped names, or .toml or .json files.")],
+    specs: Annotated[
+        list[str],
+        typer.Argument(metavar="SPEC", help="Shipped names, .toml or .json files, directories, or an attngen.toml."),
+    ],
     target: Annotated[
         list[str] | None, typer.Option("--target", metavar="TARGET,...", help="This machine by default.")
     ] = None,
     ops: Annotated[str, typer.Option("--ops", metavar="OP,...", help="Every op that a spec has, by default.")] = "",
     backend: BackendOption = "",
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, metavar="N", help="Ops to build side by side.")] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", metavar="DIR", help="A cache to ship: name it in ATTNGEN_CACHE_PATH where it is used."),
+    ] = None,
 ) -> None:
     """Build kernels ahead of time. Needs no GPU."""
-    named = [text for part in target or () for text in part.split(",") if text]
-    targets = [Target.parse(text) for text in named] or [local_target()]
-    wanted = tuple(_op(text.strip()) for text in ops.split(",") if text.strip())
-    loaded = {source: load_spec(source) for source in dict.fromkeys(specs)}
-    todo = [
-        Job(_name(spec, source), spec, place, op, backend or local_backend(place))
-        for source, spec in loaded.items()
-        for place in dict.fromkeys(targets)
-        for op in wanted or OPS
-    ]
-    report = build_all(todo, err(), jobs or min(8, os.cpu_count() or 1), every_op=bool(wanted))
+    named = tuple(text for part in target or () for text in part.split(",") if text)
+    given = tuple(_op(text.strip()) for text in ops.split(",") if text.strip())
+    todo = {
+        Job(one.name, one.spec, place, op, backend or one.backend, required=bool(given or one.ops)): None
+        for one in wanted(specs)
+        for place in [Target.parse(text) for text in named or one.targets] or [local_target()]
+        for op in given or one.ops or OPS
+    }
+    report = build_all(list(todo), err(), jobs or min(8, os.cpu_count() or 1), into)
     _print_report(report)
     if report.failures:
         raise typer.Exit(1)
@@ -163,6 +170,8 @@ def _print_report(report: BuildReport) -> None:
     console.print(f"{count(len(report.kernels), 'kernel')}: {states}, in {report.seconds:.2f} s")
     for error in report.failures:
         print_error(error)
+        if isinstance(error, BuildError) and error.log:
+            err().print(Text("\n".join(error.log.splitlines()[-_LOG_LINES:]), "dim"), soft_wrap=True)
 
 
 @app.command("explain")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from attngen.errors import SpecError
 from attngen.resources import resource_folder
@@ -36,6 +37,29 @@ def load_spec(source: str | Path) -> AttentionSpec:
             why="it is neither a file nor a shipped name",
             fix=f"pass a .toml or .json file, or one of {', '.join(shipped_specs())}",
         )
+    if path.suffix == ".json":
+        return AttentionSpec.model_validate_json(_read_text(path))
+    return AttentionSpec.model_validate(read_toml(path), strict=False)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a small TOML file, in bounded time and memory.
+
+    Raises:
+        SpecError: it cannot be read.
+    """
+    text = _read_text(path)
+    if _LONG_KEY.search(text):
+        raise _too_deep(path, "a key has more than 64 parts")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{path} is no TOML", where=str(path), why=str(error), fix="correct the file") from None
+    except RecursionError:
+        raise _too_deep(path, "Python's reader gives up") from None
+
+
+def _read_text(path: Path) -> str:
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise SpecError(
@@ -44,19 +68,9 @@ def load_spec(source: str | Path) -> AttentionSpec:
                 why=f"a spec file has at most {MAX_BYTES}",
                 fix="pass tables as tensors, when the op is called",
             )
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read {path}", where=str(path), why=str(error), fix="pass a UTF-8 text file") from None
-    if path.suffix == ".json":
-        return AttentionSpec.model_validate_json(text)
-    if _LONG_KEY.search(text):
-        raise _too_deep(path, "a key has more than 64 parts")
-    try:
-        return AttentionSpec.model_validate(tomllib.loads(text), strict=False)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"{path} is no TOML", where=str(path), why=str(error), fix="correct the file") from None
-    except RecursionError:
-        raise _too_deep(path, "Python's reader gives up") from None
 
 
 def _too_deep(path: Path, why: str) -> SpecError:

@@ -234,6 +234,25 @@ class Store:
         self._discard(self.root, [artifact.folder for artifact in reversed(removed)])
         return removed
 
+    @contextmanager
+    def shipping(self) -> Iterator[None]:
+        """Inside, kernels are built into the user's own root; then it holds entries and nothing else, readable by everybody.
+
+        Raises:
+            AttngenError: it cannot be written.
+        """
+        assert self.root is not None
+        path = self.root.path
+        with self._changing(path):
+            private.make_folder(path)
+            self.root.require_trust()
+            with private.private_folder(path) as folder:
+                private.require_room(folder)
+        yield
+        with self._changing(path):
+            private.collect_leftovers(path)
+            private.open_for_reading(path, self.root.folders())
+
     def _discard(self, root: Root, folders: list[Path]) -> int:
         with self._changing(root.path):
             removed = private.discard(root.path, folders)

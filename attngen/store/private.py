@@ -178,6 +178,17 @@ def discard(root: Path, paths: Sequence[Path]) -> int:
     return removed
 
 
+def open_for_reading(root: Path, entries: Sequence[Path]) -> None:
+    """Let everybody read the entries in ``root``, and nobody else write; what only builds need is removed."""
+    shutil.rmtree(root / "locks", ignore_errors=True)
+    for folder in (root / BUILDING, root / "failed"):
+        with suppress(OSError):  # a build goes on, or a log is to be read
+            folder.rmdir()
+    for path in {root, *(entry.parent for entry in entries), *(p for e in entries for p in (e, *e.rglob("*")))}:
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
 def _remove(folder: Path) -> bool:
     """Remove a private folder, and then its guard, which the caller holds."""
     existed = folder.exists()
