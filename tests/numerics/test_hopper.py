@@ -6,9 +6,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import attngen as ag
 from attngen.compiler import plan_op
+from attngen.dtypes import quantize
 from attngen.variant import OpName
 from tests.backends.cuda_host.emulator import HOPPER, host_backward_ops, host_ops
 from tests.numerics.cases import corpus
@@ -101,3 +103,36 @@ def test_backward(name: str) -> None:
     assert plan_op(case.spec, "backward", HOPPER, "cuda").kernel("dqkv").backend == "cuda"
     verdict = run_case(case, host_backward_ops(case.spec), "cpu")
     assert not verdict.failures, verdict.failures
+
+
+@pytest.mark.parametrize("dtype", ["int4", "nvfp4", "fp8_e4m3"])
+def test_the_same_numbers_give_the_same_bits_however_they_lie(dtype: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    heads, lens = ag.GQA(num_qo_heads=8, num_kv_heads=2, head_dim=64), (389, 70)
+    storage = ag.Paged(16, dtype=dtype).storages("bf16")[0]
+    factor = torch.tensor(0.02) if storage.scale else None
+    sides = [
+        [x for x in quantize(torch.randn(2, 392, 2, 64, generator=generator), storage, factor) if x is not None]
+        for _ in "kv"
+    ]
+    q = torch.randn(2, 8, 64, generator=generator).bfloat16()
+    scales = {} if factor is None else {"k_scale": factor, "v_scale": factor}
+    kv_lens = torch.tensor(lens, dtype=torch.int32)
+
+    def decode(kv: Any, cache: Any, **pages: torch.Tensor) -> torch.Tensor:
+        spec = ag.AttentionSpec(heads=heads, mask=ag.Causal(), kv=kv, dtype="bf16")
+        return host_ops(spec).decode(q, *cache, kv_lens=kv_lens, **pages, **scales)
+
+    wanted = decode(ag.Contiguous(dtype=dtype), [parts[0] if len(parts) == 1 else tuple(parts) for parts in sides])
+    assert wanted.isfinite().all()
+    for size, layout in ((1, "NHD"), (8, "HND"), (56, "NHD")):
+        per_request = 392 // size
+        order = torch.randperm(2 * per_request, generator=generator)
+        pools = []
+        for parts in sides:
+            pages = [x.reshape(2 * per_request, size, *x.shape[2:])[order.argsort()] for x in parts]
+            pages = [x.transpose(1, 2).contiguous() if layout == "HND" else x for x in pages]
+            pools.append(pages[0] if len(pages) == 1 else tuple(pages))
+        table = order.view(2, per_request).int()
+        got = decode(ag.Paged(size, dtype=dtype, layout=layout), [tuple(pools)], page_table=table)
+        assert torch.equal(got, wanted), (size, layout)
