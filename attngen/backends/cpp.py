@@ -44,6 +44,7 @@ _FLAGS = (
 )
 _ARCH_FLAGS = {"x86-64-v4": ("-mprefer-vector-width=512",)}
 _KILLED = (-9, 137)
+_PAUSE_HARD = 2  # omp_pause_hard
 
 
 class CppBackend:
@@ -133,7 +134,8 @@ class CppBackend:
                 fix="compile for target='cpu'",
             )
         try:
-            function = getattr(ctypes.CDLL(str(binary)), plan.entry)
+            library = ctypes.CDLL(str(binary))
+            function = getattr(library, plan.entry)
         except (OSError, AttributeError) as error:
             raise BuildError(
                 f"cannot load {plan.entry}",
@@ -141,6 +143,7 @@ class CppBackend:
                 why=str(error),
                 fix="remove this cache entry, or rebuild it",
             ) from error
+        _end_threads_before_forks(library)
         function.argtypes = [_ctype(arg) for arg in plan.args]
         function.restype = None
         return _launcher(function)
@@ -159,6 +162,23 @@ def compiler() -> list[str] | None:
 
 def _setting() -> str | None:
     return Settings.from_env().cxx
+
+
+_runtimes: set[int] = set()
+
+
+def _end_threads_before_forks(library: ctypes.CDLL) -> None:
+    """Let the OpenMP runtime of a library end a thread's helpers before it forks.
+
+    A fork has none of them, but GCC's runtime would wait for them there. The next parallel loop starts new ones.
+    """
+    pause = getattr(library, "omp_pause_resource_all", None)  # absent where it is not linked, or before OpenMP 5
+    if pause is None:
+        return
+    address = ctypes.cast(pause, ctypes.c_void_p).value or 0
+    if address not in _runtimes:
+        _runtimes.add(address)
+        os.register_at_fork(before=lambda: pause(_PAUSE_HARD))
 
 
 def _failure(kernel: RenderedKernel, command: Sequence[str], returncode: int, log: str) -> BuildError:

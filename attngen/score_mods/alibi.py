@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from attngen.ir.expr import Expr, H, K, Load, Q, binary, compare, select, unary
+from attngen.ir.names import ParamName
 from attngen.ir.params import Param
 from attngen.score_mods.base import ScoreMod
 
@@ -20,7 +21,7 @@ class ALiBi(ScoreMod):
 
     positional: ClassVar[tuple[str, ...]] = ("slopes",)
     kind: Literal["alibi"] = "alibi"
-    slopes: str | None = None
+    slopes: ParamName | None = None
 
     def expr(self, score: Expr, num_qo_heads: int) -> Expr:
         slope = _paper_slope(num_qo_heads) if self.slopes is None else Load(self.slopes, (H,), "f32")

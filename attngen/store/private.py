@@ -121,10 +121,10 @@ def key_lock(path: Path, timeout: float) -> Iterator[None]:
     notice = max(0.0, min(WAIT_BEFORE_NOTICE, timeout))
     held = _acquire(lock, notice)
     if held is False:
-        LOG.warning("attngen waits for another build, which holds %s", path)
+        LOG.warning("attngen waits up to %.0f s for another build, which holds %s", timeout, path)
         held = _acquire(lock, max(0.0, timeout - notice))
         if held is False:
-            LOG.warning("attngen builds without %s, held by another process for over %.0f s", path, timeout)
+            LOG.info("attngen builds without %s, held by another process for over %.0f s", path, timeout)
     try:
         yield
     finally:

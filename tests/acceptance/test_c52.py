@@ -51,11 +51,12 @@ def test_c52_racers_agree_and_every_key_is_built_once(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "building").iterdir()) == []
 
 
-def test_c52_first_call_in_sixteen_processes(tmp_path: Path) -> None:
+def test_c52_first_call_in_many_processes(tmp_path: Path) -> None:
     env = {"ATTNGEN_CACHE_DIR": str(tmp_path / "cache")}
     for kernels_built in (DECODE_KERNELS, 0):
-        children = [start(decode, env=env) for _ in range(PROCESSES)]
+        children = [start(decode, env=env) for _ in range(2 * PROCESSES)]
         reports = [child.report() for child in children]
         assert all(report.items() >= DECODED.items() for report in reports)
         assert sum(len(report["builds"]) for report in reports) == kernels_built
         assert not any(report["warnings"] for report in reports)
+        assert list((tmp_path / "cache" / "building").iterdir()) == []

@@ -55,7 +55,7 @@ def test_c53_waiter_takes_over_and_says_where_it_waits(tmp_path: Path) -> None:
     assert report["result"] == 7
     assert report["builds"] == 1
     (lock,) = (tmp_path / "cache" / "locks").iterdir()
-    assert report["warnings"] == [f"attngen waits for another build, which holds {lock}"]
+    assert report["warnings"] == [f"attngen waits up to 120 s for another build, which holds {lock}"]
     assert list((tmp_path / "cache" / "building").iterdir()) == []
 
 

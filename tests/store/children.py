@@ -127,6 +127,7 @@ def build(
     linger: float = 0.0,
     marker: Path | None = None,
     compiler: bool = False,
+    number: int = 7,
     stranger: bool = False,
     notice: float = private.WAIT_BEFORE_NOTICE,
 ) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def build(
     try:
         store = Store.from_settings(Settings.from_env())
         if compiler:
-            artifact = store.get_or_build(other_kernel(7), CompilerToolchain(delay, marker), {})
+            artifact = store.get_or_build(other_kernel(number), CompilerToolchain(delay, marker), {})
             result: object = call(artifact)
         else:
             artifact = store.get_or_build(KERNEL, FakeToolchain(delay=delay, marker=marker), {})
