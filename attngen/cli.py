@@ -23,6 +23,7 @@ from attngen.deployment import wanted
 from attngen.doctor import examine, local_backend, local_target
 from attngen.errors import ArgumentError, AttngenError, BuildError, UnsupportedError
 from attngen.explain import Request, Section, Stage, declared, explain, others
+from attngen.export_command import export_specs
 from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
 from attngen.spec import AttentionSpec, load_spec, shipped_specs
 from attngen.target import CPU_ARCHS, CUDA_ARCHS, HIP_ARCHS, Target
@@ -48,6 +49,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
+app.command("export")(export_specs)
 app.add_typer(cache_commands.app, name="cache", help="Look at the cache of built kernels, or make it smaller.")
 
 SpecArgument = Annotated[

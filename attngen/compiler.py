@@ -27,6 +27,7 @@ from typing import cast
 import torch
 
 from attngen.backends.base import Backend
+from attngen.backends.devices import device_target
 from attngen.backends.registry import backend as get_backend
 from attngen.backends.registry import serving
 from attngen.codegen.render import RenderedKernel, render
@@ -35,6 +36,7 @@ from attngen.ir.text import to_text
 from attngen.ops import BuiltKernel, Op, Ops
 from attngen.schedule import KernelPlan, OpPlan, choose_schedule, retile
 from attngen.settings import Settings
+from attngen.signature import Signature
 from attngen.spec import AttentionSpec
 from attngen.store import Artifact, Store
 from attngen.target import Target
@@ -296,6 +298,10 @@ class _Resolver:
             raise found
         return found
 
+    def signature(self, op: OpName) -> Signature:
+        """What an op takes and gives."""
+        return self.variant(op).signature
+
     def beside(self, spec: AttentionSpec) -> _Resolver:
         """The same for another spec."""
         return _Resolver(spec, self.target, self.backend, self.progress)
@@ -351,23 +357,3 @@ def default_target() -> Target:
     if torch.cuda.is_available():
         return device_target(torch.device("cuda", torch.cuda.current_device()))
     return Target.parse("cpu")
-
-
-def device_target(device: torch.device) -> Target:
-    """The target of a torch device; looked up each time, since devices of one host may differ.
-
-    Raises:
-        UnsupportedError: no backend serves such a device.
-    """
-    if device.type == "cpu":
-        return Target.parse("cpu")
-    if device.type == "cuda" and torch.version.hip:
-        return Target.parse(f"hip:{torch.cuda.get_device_properties(device).gcnArchName.split(':')[0]}")
-    if device.type == "cuda":
-        return Target.from_cuda_capability(*torch.cuda.get_device_capability(device))
-    raise UnsupportedError(
-        f"no backend serves {device.type} tensors",
-        where="device",
-        why="kernels run on cpu and cuda",
-        fix="move the tensors",
-    )

@@ -18,10 +18,10 @@ import torch
 import attngen
 from attngen.backends import cpp
 from attngen.backends.cuda import nvrtc_version
+from attngen.backends.devices import device_target
 from attngen.backends.ptxas import choose_ptxas
 from attngen.backends.registry import default_backend
 from attngen.backends.triton_compile import triton_folder, triton_version
-from attngen.compiler import device_target
 from attngen.errors import AttngenError
 from attngen.settings import Settings
 from attngen.store import Store

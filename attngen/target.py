@@ -95,3 +95,11 @@ def native_cpu_arch() -> str:
     except (OSError, StopIteration):
         return "x86-64"
     return next((level for level, needed in _X86_LEVELS if needed <= flags), "x86-64")
+
+
+def runs_on_cpu(target: Target, native: str) -> bool:
+    """Whether a CPU of the feature level ``native`` runs what was built for ``target``."""
+    if native == target.arch:
+        return True
+    same_family = native.startswith("x86-64") and target.arch.startswith("x86-64")
+    return same_family and CPU_ARCHS.index(target.arch) <= CPU_ARCHS.index(native)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from attngen.dtypes import Storage, widened
@@ -11,11 +11,9 @@ from attngen.ir.expr import SCORE, TRUE, Expr, K, Load, Q, coords
 from attngen.ir.loads import position_step
 from attngen.ir.params import Param
 from attngen.ir.simplify import simplify
+from attngen.signature import OPS, Layout, OpName, Signature
 from attngen.spec import MLA, AttentionSpec, Heads, Paged, QKNorm, Rope, Softmax
 
-OpName = Literal["prefill", "decode", "backward", "append"]
-OPS: tuple[OpName, ...] = ("prefill", "decode", "backward", "append")
-Layout = Literal["padded", "ragged", "paged"]
 _BLOCK = 16  # queries or keys, from which on masks are told to be of blocks
 
 
@@ -143,6 +141,16 @@ class Variant:
         return tuple(p for p in self.params if p.name in loaded and p.expr_type == "f32")
 
     @property
+    def has_sink(self) -> bool:
+        """Whether a softmax has one more logit in its sum."""
+        return self.sink is not None
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries or keys turn by their positions."""
+        return self.rope is not None
+
+    @property
     def dropout_threshold(self) -> int:
         """The smallest random word of 32 bits whose weight stays."""
         return min(round(self.dropout * 2**32), 2**32 - 1)
@@ -164,6 +172,11 @@ class Variant:
         norm = tuple(name for name in self.norm_weights if name)
         gate = () if self.gate is None else (self.gate,)
         return tuple(dict.fromkeys((*(p.name for p in self.gradient_params), *sink, *norm, *gate)))
+
+    @property
+    def signature(self) -> Signature:
+        """What calls must know of it."""
+        return Signature(**{field.name: getattr(self, field.name) for field in fields(Signature)})
 
 
 def normalize(spec: AttentionSpec, op: OpName) -> Variant:
@@ -337,3 +350,6 @@ def _merged_params(spec: AttentionSpec, rope: Rope | None) -> tuple[Param, ...]:
                     fix="rename one of them",
                 )
     return tuple(merged.values())
+
+
+__all__ = ["OPS", "Layout", "OpName", "Variant", "normalize"]

@@ -1,22 +1,19 @@
-"""What a backend is to the rest of the compiler, and what a call is to a backend."""
+"""What a backend is to the rest of the compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from attngen.backends.call import Batch, Inputs, Launch, NewTokens
 from attngen.codegen.printer import Dialect
 from attngen.codegen.toolchain import Toolchain
 from attngen.schedule.plan import KernelPlan
 from attngen.target import Target
 from attngen.variant import OpName, Variant
-
-# A loaded kernel: call it with the number of programs and the arguments in the plan's order (tensors and ints).
-Launch = Callable[[int, Sequence["torch.Tensor | int"]], None]
 
 
 class Backend(Toolchain, Protocol):
@@ -47,112 +44,12 @@ class Backend(Toolchain, Protocol):
     def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
         """Load a built kernel into this process, for one device."""
 
+    def launch_options(self, metadata: Mapping[str, Any], plan: KernelPlan) -> dict[str, Any]:
+        """Options, fit for JSON, by which :mod:`attngen.backends.launcher` runs a kernel without this backend; none for a CPU.
 
-@dataclass(frozen=True)
-class Batch:
-    """Where the requests of one call lie. Index tensors are int32 and contiguous, on the device of q.
-
-    Attributes:
-        batch: requests.
-        qo_len: padded query length; 0 where queries are ragged.
-        kv_len: padded key length, or the keys a page table can hold; 0 where keys are ragged.
-        num_tokens: query rows over all requests (padded ones counted).
-        num_keys: key rows over all requests; 0 where the cache is paged.
-        page_table_stride: elements between requests in ``page_table``; 0 for CSR, whose rows start at ``page_indptr``; then
-            ``kv_lens`` holds the tokens of each last page.
-    """
-
-    batch: int
-    qo_len: int
-    kv_len: int
-    num_tokens: int
-    num_keys: int = 0
-    qo_indptr: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
-    qo_lens: torch.Tensor | None = None
-    kv_lens: torch.Tensor | None = None
-    page_table: torch.Tensor | None = None
-    page_table_stride: int = 0
-    page_indptr: torch.Tensor | None = None
-    q_offset: torch.Tensor | None = None
-    kv_offset: torch.Tensor | None = None
+        Raises:
+            UnsupportedError: it cannot.
+        """
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """The checked tensors of one call that writes into a cache. Index tensors are contiguous, on the device of the cache.
-
-    Attributes:
-        new_k, new_v, new_k_pe: ``[tokens, num_kv_heads, dim]``; ``new_v`` is ``None`` where values are columns of the keys.
-        k, v, k_pe, k_blocks, v_blocks, k_pe_blocks, k_scale, v_scale: the cache, as in :class:`Inputs`.
-        num_slots: tokens that the cache has room for.
-        slot_mapping: int64 ``[tokens]``, slots counted over all pages or requests, negative where a token is not written; or
-            ``None``, and tokens go where ``batch_indices`` and ``positions`` say.
-        positions, batch_indices: int32 ``[tokens]``.
-        batch: requests; 0 where slots tell everything.
-        kv_len: padded length of a request, or the tokens that a page table can hold.
-        page_table, page_table_stride, page_indptr, kv_indptr: as in :class:`Batch`.
-        params: the rotation's table by name.
-    """
-
-    new_k: torch.Tensor
-    new_v: torch.Tensor | None
-    new_k_pe: torch.Tensor | None
-    k: torch.Tensor
-    v: torch.Tensor | None
-    k_pe: torch.Tensor | None
-    k_blocks: torch.Tensor | None
-    v_blocks: torch.Tensor | None
-    k_pe_blocks: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    num_slots: int
-    slot_mapping: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    batch_indices: torch.Tensor | None = None
-    batch: int = 0
-    kv_len: int = 0
-    page_table: torch.Tensor | None = None
-    page_table_stride: int = 0
-    page_indptr: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
-    params: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The checked tensors of one call.
-
-    Attributes:
-        q: ``[batch, qo_len, num_qo_heads, head_dim_qk]`` or ``[nnz, num_qo_heads, head_dim_qk]``.
-        k, v: ``[batch, kv_len, num_kv_heads, dim]``, ``[nnz, num_kv_heads, dim]`` or pages
-            ``[num_pages, page_size, num_kv_heads, dim]``.
-        batch: where requests lie.
-        params: run-time tensors by name, contiguous.
-        gate: in the shape of out, unit last stride; ``None`` where the variant has none.
-        seed, offset: int64 ``[1]`` of dropout; ``None`` where the variant has none.
-        q_scale, k_scale, v_scale: fp32 factors: ``[1]``, of heads ``[num_kv_heads]``, of tokens in the shape of k without its last
-            dim, any strides; ``None`` where the storage has none.
-        q_pe, k_pe: the last columns of q and k, where the variant keeps them apart.
-        k_blocks, v_blocks, k_pe_blocks: block scales ``[..., blocks]``, with zero points ``[..., 2 * blocks]`` in pairs, unit last
-            stride; ``None`` where the storage has none.
-
-    Packed data have a last dim of ``dim / 2`` bytes.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    batch: Batch
-    params: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    gate: torch.Tensor | None = None
-    seed: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
-    q_scale: torch.Tensor | None = None
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    q_pe: torch.Tensor | None = None
-    k_pe: torch.Tensor | None = None
-    k_blocks: torch.Tensor | None = None
-    v_blocks: torch.Tensor | None = None
-    k_pe_blocks: torch.Tensor | None = None
+__all__ = ["Backend", "Batch", "Inputs", "Launch", "NewTokens"]

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attngen.backends.base import Launch
+from attngen.backends.call import Launch
+from attngen.backends.cpp_launch import load_library
 from attngen.codegen.dialects import CppDialect
 from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
 from attngen.errors import BuildError, UnsupportedError
-from attngen.schedule.plan import Arg, KernelPlan
+from attngen.schedule.plan import KernelPlan
 from attngen.settings import Settings
-from attngen.target import CPU_ARCHS, Target, native_cpu_arch
+from attngen.target import Target
 from attngen.variant import OpName, Variant
 
 HEAD_DIMS = range(16, 257, 8)
@@ -44,7 +44,6 @@ _FLAGS = (
 )
 _ARCH_FLAGS = {"x86-64-v4": ("-mprefer-vector-width=512",)}
 _KILLED = (-9, 137)
-_PAUSE_HARD = 2  # omp_pause_hard
 
 
 class CppBackend:
@@ -120,33 +119,12 @@ class CppBackend:
         return BuildResult(binary=binary, log=log)
 
     def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
-        """The library's entry point as a function of the plan's arguments.
+        """The library's entry point as a function of the plan's arguments."""
+        return load_library(binary, plan)
 
-        Raises:
-            UnsupportedError: this CPU lacks features the kernel was built for.
-            BuildError: the library cannot be loaded.
-        """
-        if not _runs_here(plan.target):
-            raise UnsupportedError(
-                f"{plan.entry} was built for {plan.target}",
-                where="target",
-                why=f"this CPU is {native_cpu_arch()}",
-                fix="compile for target='cpu'",
-            )
-        try:
-            library = ctypes.CDLL(str(binary))
-            function = getattr(library, plan.entry)
-        except (OSError, AttributeError) as error:
-            raise BuildError(
-                f"cannot load {plan.entry}",
-                where=str(binary),
-                why=str(error),
-                fix="remove this cache entry, or rebuild it",
-            ) from error
-        _end_threads_before_forks(library)
-        function.argtypes = [_ctype(arg) for arg in plan.args]
-        function.restype = None
-        return _launcher(function)
+    def launch_options(self, metadata: Mapping[str, Any], plan: KernelPlan) -> dict[str, Any]:
+        """None: libraries are called as they are."""
+        return {}
 
 
 def compiler() -> list[str] | None:
@@ -164,23 +142,6 @@ def _setting() -> str | None:
     return Settings.from_env().cxx
 
 
-_runtimes: set[int] = set()
-
-
-def _end_threads_before_forks(library: ctypes.CDLL) -> None:
-    """Let the OpenMP runtime of a library end a thread's helpers before it forks.
-
-    A fork has none of them, but GCC's runtime would wait for them there. The next parallel loop starts new ones.
-    """
-    pause = getattr(library, "omp_pause_resource_all", None)  # absent where it is not linked, or before OpenMP 5
-    if pause is None:
-        return
-    address = ctypes.cast(pause, ctypes.c_void_p).value or 0
-    if address not in _runtimes:
-        _runtimes.add(address)
-        os.register_at_fork(before=lambda: pause(_PAUSE_HARD))
-
-
 def _failure(kernel: RenderedKernel, command: Sequence[str], returncode: int, log: str) -> BuildError:
     first = next((line.strip() for line in log.splitlines() if "error:" in line), "")
     killed = returncode in _KILLED or "Killed signal" in log
@@ -194,25 +155,3 @@ def _failure(kernel: RenderedKernel, command: Sequence[str], returncode: int, lo
     )
     error.log = log
     return error
-
-
-def _runs_here(target: Target) -> bool:
-    native = native_cpu_arch()
-    if native == target.arch:
-        return True
-    same_family = native.startswith("x86-64") and target.arch.startswith("x86-64")
-    return same_family and CPU_ARCHS.index(target.arch) <= CPU_ARCHS.index(native)
-
-
-def _ctype(arg: Arg) -> type[Any]:
-    if arg.is_pointer:
-        return ctypes.c_void_p
-    return {"i32": ctypes.c_int32, "i64": ctypes.c_int64}[arg.type]
-
-
-def _launcher(function: Callable[..., None]) -> Launch:
-    def launch(programs: int, values: Sequence[torch.Tensor | int]) -> None:
-        if programs:
-            function(*[value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values])
-
-    return launch

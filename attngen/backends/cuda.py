@@ -78,18 +78,18 @@ class CudaBackend:
 
     def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
         """A function that launches the kernel on the device's current stream."""
-        return launcher.load(
-            binary,
-            plan.entry,
-            plan.args,
-            device,
-            threads=metadata["threads"],
-            shared=metadata["shared"],
-            trailing_pointers=0,
-            maps=[{"block_size": box, "swizzle": SWIZZLE_128} for box in map_boxes(plan)],
-            sized_maps=False,
-            resident=plan.tiles.blocks if plan.is_resident else 0,
-        )
+        return launcher.load(binary, plan.entry, plan.args, device, **self.launch_options(metadata, plan))
+
+    def launch_options(self, metadata: Mapping[str, Any], plan: KernelPlan) -> dict[str, Any]:
+        """See :meth:`attngen.backends.base.Backend.launch_options`."""
+        return {
+            "threads": metadata["threads"],
+            "shared": metadata["shared"],
+            "trailing_pointers": 0,
+            "maps": [{"block_size": list(box), "swizzle": SWIZZLE_128} for box in map_boxes(plan)],
+            "sized_maps": False,
+            "resident": plan.tiles.blocks if plan.is_resident else 0,
+        }
 
 
 def resources(log: str) -> dict[str, int]:

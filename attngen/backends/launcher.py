@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from attngen.backends.base import Launch
+from attngen.backends.call import Launch
 from attngen.dtypes import DTYPES
 from attngen.errors import ArgumentError, BuildError, UnsupportedError
-from attngen.schedule.plan import Arg
+from attngen.schedule.launch import Arg
 
 MAX_GRID = 2**31 - 1
 _FREE_SHARED = 48 << 10  # bytes of shared memory that need no permission
@@ -313,5 +313,5 @@ def _driver(entry: str) -> Any:
             f"{entry} cannot be loaded: there is no cuda.bindings",
             where="NVIDIA driver",
             why=str(error),
-            fix="pip install attngen[cuda]",
+            fix="pip install cuda-bindings",
         ) from error

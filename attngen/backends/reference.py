@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attngen.backends import philox
-from attngen.backends.base import Batch, Inputs, NewTokens
+from attngen.backends.call import Batch, Inputs, NewTokens, append_slots
 from attngen.dtypes import Storage, dequantize, quantize
 from attngen.ir.evaluate import evaluate
 from attngen.spec import Rope
@@ -104,7 +104,7 @@ def _differentiated(
 
 def append(variant: Variant, tokens: NewTokens) -> None:
     """Write new tokens into a cache: :func:`attngen.dtypes.quantize` and an assignment to their slots."""
-    slot = append_slots(variant, tokens)
+    slot = append_slots(variant.kv_layout, variant.page_size, tokens)
     kept = (slot >= 0) & (slot < tokens.num_slots)
     at = _indices(variant, tokens, slot[kept])
     k, v, pe = (None if x is None else x[kept].float() for x in (tokens.new_k, tokens.new_v, tokens.new_k_pe))
@@ -118,40 +118,6 @@ def append(variant: Variant, tokens: NewTokens) -> None:
     _write(variant.k_storage, whole, at, (tokens.k, tokens.k_pe), (tokens.k_blocks, tokens.k_pe_blocks), tokens.k_scale)
     if v is not None and tokens.v is not None:
         _write(variant.v_storage, v, at, (tokens.v,), (tokens.v_blocks,), tokens.v_scale)
-
-
-def append_slots(variant: Variant, tokens: NewTokens) -> torch.Tensor:
-    """The slot of each new token, int64; negative where it has none."""
-    if tokens.slot_mapping is not None:
-        return tokens.slot_mapping
-    assert tokens.positions is not None
-    assert tokens.batch_indices is not None
-    position, request = tokens.positions.long(), tokens.batch_indices.long()
-    found = (position >= 0) & (request >= 0) & (request < tokens.batch)
-    request = torch.where(found, request, 0)
-    if not tokens.batch:
-        return torch.full_like(position, -1)
-    if variant.kv_layout == "padded":
-        slot = torch.where(position < tokens.kv_len, request * tokens.kv_len + position, -1)
-    elif variant.kv_layout == "ragged":
-        assert tokens.kv_indptr is not None
-        slot = tokens.kv_indptr[request] + position
-        slot = torch.where(slot < tokens.kv_indptr[request + 1], slot, -1)
-    else:
-        assert tokens.page_table is not None
-        index = position // variant.page_size
-        table = tokens.page_table.flatten()
-        if not table.numel():
-            return torch.full_like(position, -1)
-        if tokens.page_indptr is None:
-            width = tokens.page_table.shape[1]
-            start, stop = request * width, (request + 1) * width
-        else:
-            start, stop = tokens.page_indptr[request], tokens.page_indptr[request + 1]
-        inside = found & (start + index < stop)
-        page = table[torch.where(inside, start + index, 0)].long()
-        slot = torch.where(inside, page * variant.page_size + position % variant.page_size, -1)
-    return torch.where(found, slot, -1)
 
 
 def _indices(variant: Variant, tokens: NewTokens, slot: torch.Tensor) -> tuple[torch.Tensor, ...]:

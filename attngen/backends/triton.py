@@ -116,16 +116,23 @@ class TritonBackend:
             return load_interpreted(binary, plan.entry)
         if plan.target.kind == "hip":
             return load_hip(binary, plan, device)
-        return launcher.load(
-            binary,
-            plan.entry,
-            plan.args,
-            device,
-            threads=metadata["num_warps"] * metadata["warp_size"],
-            shared=metadata["shared"],
-            trailing_pointers=2,
-            maps=metadata["tensor_maps"],
-        )
+        return launcher.load(binary, plan.entry, plan.args, device, **self.launch_options(metadata, plan))
+
+    def launch_options(self, metadata: Mapping[str, Any], plan: KernelPlan) -> dict[str, Any]:
+        """Of kernels for NVIDIA; see :meth:`attngen.backends.base.Backend.launch_options`."""
+        if plan.target.kind != "cuda":
+            raise UnsupportedError(
+                f"{plan.entry} for {plan.target} runs through Triton only",
+                where="target",
+                why="the launcher that needs no compiler is one for the NVIDIA driver; AMD's has none yet",
+                fix="use ag.compile on a machine with triton, or a cuda or cpu target",
+            )
+        return {
+            "threads": metadata["num_warps"] * metadata["warp_size"],
+            "shared": metadata["shared"],
+            "trailing_pointers": 2,
+            "maps": [dict(facts) for facts in metadata["tensor_maps"]],
+        }
 
 
 def argument_divisors(plan: KernelPlan) -> dict[str, int]:

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-from attngen.backends import reference
-from attngen.backends.base import Batch, NewTokens
+from attngen.backends.call import Batch, NewTokens, append_slots
 from attngen.errors import ArgumentError
 from attngen.ops.batching import check_page_lists, check_page_table, check_params
-from attngen.ops.binding import Values, ordered, param_values, scale_values, tensor_values
 from attngen.ops.checks import check_indptr, check_owned, check_tensor, readable
-from attngen.ops.op import Op
+from attngen.ops.kernels import KernelOp
 from attngen.ops.storage import Cache, Extras, members, unpack_cache
 from attngen.settings import Settings
-from attngen.spec import Paged
-from attngen.variant import Variant
+from attngen.signature import Declaration, Signature
 
 _PARTS = ("k_pe", "k_blocks", "v_blocks", "k_pe_blocks", "k_scale", "v_scale")
 
@@ -62,7 +59,7 @@ class Slots:
     v_scale: torch.Tensor | None = None
 
 
-def unpack_new(variant: Variant, k: Any, v: Any) -> Rows:
+def unpack_new(variant: Signature, k: Any, v: Any) -> Rows:
     """New keys and values as the user passes them.
 
     Raises:
@@ -89,11 +86,13 @@ def unpack_new(variant: Variant, k: Any, v: Any) -> Rows:
     return Rows(ckv.unsqueeze(1), kpe.unsqueeze(1), None)
 
 
-def _new(name: str, tensor: Any, variant: Variant, shape: tuple[int | None, ...], axes: str) -> torch.Tensor:
+def _new(name: str, tensor: Any, variant: Signature, shape: tuple[int | None, ...], axes: str) -> torch.Tensor:
     return readable(check_tensor(name, tensor, dtype=variant.dtype, shape=shape, axes=axes))
 
 
-def unpack_slots(variant: Variant, kv_spec: Any, new: Rows, cache: Cache, k_scale: Any, v_scale: Any) -> Slots:
+def unpack_slots(
+    variant: Signature, declared: Declaration, new: Rows, cache: Cache, k_scale: Any, v_scale: Any
+) -> Slots:
     """The cache as the user passes it to decode, checked to be one that may be written.
 
     Raises:
@@ -101,11 +100,11 @@ def unpack_slots(variant: Variant, kv_spec: Any, new: Rows, cache: Cache, k_scal
     """
     _check_devices(new, (cache, k_scale, v_scale))
     given = Extras(k_scale=k_scale, v_scale=v_scale)
-    if variant.value_source == "values" and not isinstance(kv_spec, Paged):
+    if variant.value_source == "values" and variant.kv_layout != "paged":
         keys, values = members("kv_cache", cache, "(k, v)")
-        k, v, found = unpack_cache(variant, kv_spec, new.k, keys, values, given)
+        k, v, found = unpack_cache(variant, declared, new.k, keys, values, given)
     else:
-        k, v, found = unpack_cache(variant, kv_spec, new.k, cache, None, given)
+        k, v, found = unpack_cache(variant, declared, new.k, cache, None, given)
     parts = {name: getattr(found, name) for name in _PARTS}
     shared = variant.value_source == "keys"
     if shared:
@@ -116,7 +115,7 @@ def unpack_slots(variant: Variant, kv_spec: Any, new: Rows, cache: Cache, k_scal
     return slots
 
 
-def written(variant: Variant, slots: Slots) -> dict[str, torch.Tensor]:
+def written(variant: Signature, slots: Slots) -> dict[str, torch.Tensor]:
     """The tensors that append writes, by name; factors of tensors and heads are only read."""
     scales = {"k_scale": variant.k_storage, "v_scale": variant.v_storage}
     every = {field.name: getattr(slots, field.name) for field in fields(slots)}
@@ -141,28 +140,23 @@ def _check_devices(new: Rows, others: Any) -> None:
             )
 
 
-def run(op: Op, new: Rows, slots: Slots, places: Places, params: Mapping[str, torch.Tensor]) -> None:
+def run(op: KernelOp, new: Rows, slots: Slots, places: Places, params: Mapping[str, torch.Tensor]) -> None:
     """Check where tokens go, and write them.
 
     Raises:
         ArgumentError: an index tensor does not fit; nothing has been written.
     """
-    variant, device = op.variant, new.k.device
+    variant, device = op.signature, new.k.device
     tokens = _collect(variant, new, slots, places, params)
     if device.type == "cpu" or Settings.from_env().validate:
         _check_places(variant, tokens)
     if not new.k.numel() or not tokens.num_slots:
         return
-    if not op.plan.kernels:
-        reference.append(variant, tokens)
-        return
-    plan, launch = op.load(device)["append"]
-    rows = len(new.k) * variant.num_kv_heads
-    launch(-(-rows // plan.tiles.q), ordered(plan, _values(tokens), device))
+    op.append(tokens)
 
 
 def _collect(
-    variant: Variant, new: Rows, slots: Slots, places: Places, params: Mapping[str, torch.Tensor]
+    variant: Signature, new: Rows, slots: Slots, places: Places, params: Mapping[str, torch.Tensor]
 ) -> NewTokens:
     count, device = len(new.k), new.k.device
     cache = {field.name: getattr(slots, field.name) for field in fields(slots)}
@@ -171,7 +165,7 @@ def _collect(
     by_position = {"padded": (), "ragged": ("kv_indptr",), "paged": ("page_table", "kv_indptr", "kv_indices")}
     slot: torch.Tensor | None = places.slot_mapping
     allowed = {"slot_mapping"} if slot is not None else {"positions", "batch_indices", *by_position[variant.kv_layout]}
-    allowed |= {"positions"} if variant.rope is not None else set()
+    allowed |= {"positions"} if variant.rotates else set()
     _reject_others(places, allowed, by_slot=slot is not None)
     if slot is None and places.batch_indices is None and places.positions is None:
         raise ArgumentError(
@@ -180,7 +174,7 @@ def _collect(
             why="each has a slot, or a request and a position in it",
             fix="pass slot_mapping, or positions and batch_indices",
         )
-    if slot is None or variant.rope is not None:
+    if slot is None or variant.rotates:
         where["positions"] = _vector("positions", places.positions, count, device)
     if slot is not None:
         slot = slot.long() if getattr(slot, "dtype", None) == torch.int32 else slot
@@ -209,7 +203,7 @@ def _reject_others(places: Places, allowed: set[str], *, by_slot: bool) -> None:
             )
 
 
-def _requests(variant: Variant, slots: Slots, places: Places, device: torch.device) -> dict[str, Any]:
+def _requests(variant: Signature, slots: Slots, places: Places, device: torch.device) -> dict[str, Any]:
     """Where the slots of each request lie."""
     read = device.type == "cpu" or Settings.from_env().validate
     if variant.kv_layout == "padded":
@@ -232,9 +226,9 @@ def _requests(variant: Variant, slots: Slots, places: Places, device: torch.devi
     return pages | {"batch": len(pages["page_indptr"]) - 1}
 
 
-def _check_places(variant: Variant, tokens: NewTokens) -> None:
+def _check_places(variant: Signature, tokens: NewTokens) -> None:
     """Raise for a token that is to be written but has no slot in the cache."""
-    slot = reference.append_slots(variant, tokens)
+    slot = append_slots(variant.kv_layout, variant.page_size, tokens)
     asked = slot if tokens.slot_mapping is not None else tokens.positions
     assert asked is not None
     bad = ((asked >= 0) & ((slot < 0) | (slot >= tokens.num_slots))).nonzero()
@@ -256,32 +250,3 @@ def _check_places(variant: Variant, tokens: NewTokens) -> None:
         why=f"it lies beyond the room of one of {tokens.batch} requests, or its page is not one of the cache",
         fix="give the request more room, or pass -1 to skip the token",
     )
-
-
-def _values(tokens: NewTokens) -> Values:
-    values: Values = {}
-    for name in ("new_k", "new_v", "new_k_pe", "k", "v", "k_pe", "k_blocks", "v_blocks", "k_pe_blocks"):
-        tensor = getattr(tokens, name)
-        if tensor is not None:
-            values |= tensor_values(name, tensor.view(torch.uint8) if _is_fp8(tensor) else tensor)
-    values |= scale_values("k_scale", tokens.k_scale) | scale_values("v_scale", tokens.v_scale)
-    for name in ("slot_mapping", "positions", "batch_indices", "page_table", "page_indptr", "kv_indptr"):
-        tensor = getattr(tokens, name)
-        if tensor is not None:
-            values[name] = tensor
-    return (
-        values
-        | param_values(tokens.params)
-        | {
-            "num_tokens": len(tokens.new_k),
-            "num_slots": tokens.num_slots,
-            "has_slot_mapping": int(tokens.slot_mapping is not None),
-            "batch": tokens.batch,
-            "kv_len": tokens.kv_len,
-            "page_table_stride": tokens.page_table_stride,
-        }
-    )
-
-
-def _is_fp8(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)

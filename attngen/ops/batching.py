@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from attngen.backends.base import Batch, Inputs
+from attngen.backends.call import Batch, Inputs
 from attngen.errors import ArgumentError
 from attngen.ir.params import DIM_NAMES, OR_ONE, is_broadcast
 from attngen.ops.checks import check_index, check_indptr, check_lengths, check_strides, check_tensor
 from attngen.ops.storage import Extras
 from attngen.settings import Settings
-from attngen.variant import Variant
+from attngen.signature import Signature
 
 
 def collect_inputs(
-    variant: Variant,
+    variant: Signature,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -64,7 +64,7 @@ def collect_inputs(
 
 
 def _random_stream(
-    variant: Variant, given: Extras, device: torch.device
+    variant: Signature, given: Extras, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Seed and offset of dropout, int64 ``[1]``; without an offset, 0."""
     streams = {"seed": given.seed, "offset": given.offset}
@@ -94,7 +94,7 @@ def _random_stream(
     return checked[0], checked[1]
 
 
-def _describe(variant: Variant, q: torch.Tensor, k: torch.Tensor, given: Extras, read: bool) -> Batch:
+def _describe(variant: Signature, q: torch.Tensor, k: torch.Tensor, given: Extras, read: bool) -> Batch:
     device = q.device
     allowed = {"qo_lens"} if variant.q_layout == "padded" else {"qo_indptr"}
     storage: dict[str, Any]
@@ -130,7 +130,7 @@ def _describe(variant: Variant, q: torch.Tensor, k: torch.Tensor, given: Extras,
     return Batch(**storage)
 
 
-def _page_table(variant: Variant, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
+def _page_table(variant: Signature, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
     pages = check_page_table(variant, given.page_table, batch, k.device)
     table, capacity = pages["page_table"], pages["kv_len"]
     why = f"page_table has {table.shape[1]} columns of {variant.page_size} tokens, room for"
@@ -141,7 +141,7 @@ def _page_table(variant: Variant, k: torch.Tensor, given: Extras, batch: int, re
     return pages | {"kv_lens": kv_lens}
 
 
-def check_page_table(variant: Variant, table: object, batch: int | None, device: torch.device) -> dict[str, Any]:
+def check_page_table(variant: Signature, table: object, batch: int | None, device: torch.device) -> dict[str, Any]:
     """A page table ``[batch, max_pages]``, its stride, and the tokens that a request has room for."""
     table = check_tensor(
         "page_table", table, dtype="i32", shape=(batch, None), axes="[batch, max_pages]", device=device
@@ -152,7 +152,7 @@ def check_page_table(variant: Variant, table: object, batch: int | None, device:
     return {"kv_len": capacity, "page_table": table, "page_table_stride": max(table.stride(0), 1)}
 
 
-def _csr_pages(variant: Variant, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
+def _csr_pages(variant: Signature, k: torch.Tensor, given: Extras, batch: int, read: bool) -> dict[str, Any]:
     if given.kv_indptr is None and given.kv_indices is None:
         raise ArgumentError(
             "no pages are given",
@@ -210,7 +210,7 @@ def _same_batch(name: str, got: int, batch: int) -> None:
 
 
 def check_params(
-    variant: Variant, batch: Batch, given: Mapping[str, torch.Tensor], device: torch.device
+    variant: Signature, batch: Batch, given: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The run-time parameters of a variant, contiguous; their sizes must agree with the batch and with each other."""
     names = [param.name for param in variant.params]

@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
-from attngen.backends.base import Batch, Inputs
+from attngen.backends.call import Batch, Inputs, NewTokens
 from attngen.ops.checks import torch_dtype
-from attngen.schedule.plan import Arg, KernelPlan
+from attngen.schedule.launch import Arg, KernelLaunch
 
 Value = torch.Tensor | int
 Values = dict[str, Value]
@@ -69,7 +69,7 @@ def map_values(inputs: Inputs) -> Values:
     return {name: x if x.dim() == 4 else x[None] for name, x in views.items()}
 
 
-def tile_map_values(plan: KernelPlan, values: Mapping[str, Value]) -> Values:
+def tile_map_values(plan: KernelLaunch, values: Mapping[str, Value]) -> Values:
     """Of every tensor map of a kernel, the tensor, as ``[request, head, token, dim]``; ``values`` has it by its own name.
 
     Expanded tensors are copied, since maps have no stride of 0.
@@ -107,7 +107,37 @@ def batch_values(batch: Batch) -> Values:
     return values
 
 
-def ordered(plan: KernelPlan, values: Mapping[str, Value], device: torch.device) -> list[Value]:
+def append_values(tokens: NewTokens) -> Values:
+    """Values of everything that describes new tokens and the cache; fp8 is written as bytes."""
+    values: Values = {}
+    for name in ("new_k", "new_v", "new_k_pe", "k", "v", "k_pe", "k_blocks", "v_blocks", "k_pe_blocks"):
+        tensor = getattr(tokens, name)
+        if tensor is not None:
+            values |= tensor_values(name, tensor.view(torch.uint8) if _is_fp8(tensor) else tensor)
+    values |= scale_values("k_scale", tokens.k_scale) | scale_values("v_scale", tokens.v_scale)
+    for name in ("slot_mapping", "positions", "batch_indices", "page_table", "page_indptr", "kv_indptr"):
+        tensor = getattr(tokens, name)
+        if tensor is not None:
+            values[name] = tensor
+    return (
+        values
+        | param_values(tokens.params)
+        | {
+            "num_tokens": len(tokens.new_k),
+            "num_slots": tokens.num_slots,
+            "has_slot_mapping": int(tokens.slot_mapping is not None),
+            "batch": tokens.batch,
+            "kv_len": tokens.kv_len,
+            "page_table_stride": tokens.page_table_stride,
+        }
+    )
+
+
+def _is_fp8(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def ordered(plan: KernelLaunch, values: Mapping[str, Value], device: torch.device) -> list[Value]:
     """The plan's arguments in order; an absent pointer becomes a one-element dummy that the kernel does not read."""
     return [values[arg.name] if arg.name in values else _absent(arg, device) for arg in plan.args]
 

@@ -9,10 +9,9 @@ import torch
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops.batching import collect_inputs
 from attngen.ops.checks import check_strides, check_tensor, check_writable, readable
-from attngen.ops.op import Op, allocate_backward, allocate_forward
+from attngen.ops.kernels import KernelOp, allocate_backward, allocate_forward
 from attngen.ops.storage import Extras
-from attngen.spec import AttentionSpec, Softmax
-from attngen.variant import Variant
+from attngen.signature import Declaration, Signature
 
 Params = Mapping[str, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -21,13 +20,14 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _OUT_AXES = "[..., num_qo_heads, head_dim_vo]"
 
 
-def check_options(spec: AttentionSpec, *, tracked: bool, out: torch.Tensor | None, partial: bool) -> None:
+def check_options(
+    declared: Declaration, variant: Signature, *, tracked: bool, out: torch.Tensor | None, partial: bool
+) -> None:
     """Raise for options of a forward call that contradict each other or the spec.
 
     Args:
         tracked: whether gradients are recorded.
     """
-    normalizer = spec.normalizer
     if tracked and out is not None:
         raise ArgumentError(
             "out records no gradients",
@@ -35,14 +35,14 @@ def check_options(spec: AttentionSpec, *, tracked: bool, out: torch.Tensor | Non
             why="an input requires them",
             fix="leave out= out, or call under torch.no_grad()",
         )
-    if partial and normalizer.depends_on_length:
+    if partial and declared.depends_on_length:
         raise UnsupportedError(
-            f"partial results of {normalizer.kind} do not add",
+            f"partial results of {declared.normalizer} do not add",
             where="partial",
             why="its weights depend on kv_len, which is another for a part than for the whole",
             fix="declare the normalizer with a length or bias of its own",
         )
-    if tracked and partial and isinstance(normalizer, Softmax) and normalizer.sink_logit() is not None:
+    if tracked and partial and variant.has_sink:
         raise UnsupportedError(
             "partial results with a sink have no gradients",
             where="partial",
@@ -51,7 +51,7 @@ def check_options(spec: AttentionSpec, *, tracked: bool, out: torch.Tensor | Non
         )
 
 
-def check_out(variant: Variant, q: torch.Tensor, out: torch.Tensor) -> None:
+def check_out(variant: Signature, q: torch.Tensor, out: torch.Tensor) -> None:
     """Raise for a buffer that does not fit the result of ``q``."""
     shape = (*q.shape[:-1], variant.head_dim_vo)
     check_tensor("out", out, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)
@@ -59,7 +59,7 @@ def check_out(variant: Variant, q: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def forward(
-    op: Op,
+    op: KernelOp,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -75,7 +75,7 @@ def forward(
     Returns:
         out, lse and largest logits; empty where there are none or none are wanted.
     """
-    variant = op.variant
+    variant = op.signature
     inputs = collect_inputs(variant, q, k, v, extras, params)
     if out is not None:
         check_out(variant, q, out)
@@ -87,7 +87,7 @@ def forward(
 
 
 def backward(
-    op: Op,
+    op: KernelOp,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -99,7 +99,7 @@ def backward(
     params: Params,
 ) -> Gradients:
     """dq, dk, dv, and gradients of parameters and gate by name."""
-    variant = op.variant
+    variant = op.signature
     inputs = collect_inputs(variant, q, k, v, extras, params)
     shape = (*q.shape[:-1], variant.head_dim_vo)
     for label, tensor in (("dout", dout), ("out", out)):
@@ -116,11 +116,13 @@ def backward(
     return grads["dq"], grads["dk"], grads["dv"], dparams
 
 
-def _row_stats(op: Op, q: torch.Tensor, lse: torch.Tensor | None, dlse: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def _row_stats(
+    op: KernelOp, q: torch.Tensor, lse: torch.Tensor | None, dlse: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     """lse, and dlse if given, dense fp32 ``[tokens, num_qo_heads]``; nothing for element-wise weights."""
     stats = {}
     for name, tensor in (("lse", lse), ("dlse", dlse)):
-        if not op.variant.is_softmax:
+        if not op.signature.is_softmax:
             if tensor is not None:
                 raise ArgumentError(
                     f"{name} has no meaning here",
@@ -131,5 +133,5 @@ def _row_stats(op: Op, q: torch.Tensor, lse: torch.Tensor | None, dlse: torch.Te
         elif tensor is not None or name == "lse":
             axes = "[..., num_qo_heads]"
             checked = check_tensor(name, tensor, dtype="fp32", shape=q.shape[:-1], axes=axes, device=q.device)
-            stats[name] = checked.contiguous().view(-1, op.variant.num_qo_heads)
+            stats[name] = checked.contiguous().view(-1, op.signature.num_qo_heads)
     return stats

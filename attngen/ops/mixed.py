@@ -22,15 +22,13 @@ from attngen.spec import MLA, AttentionSpec, Paged, Ragged
 from attngen.variant import Variant
 
 if TYPE_CHECKING:
-    from attngen.ops.compiled import CompiledSpec
+    from attngen.ops.ops import Ops
 
 
 class PrefixPrefill:
     """Prefill of one spec over a prefix; ``compile`` makes the ops of the two parts."""
 
-    def __init__(
-        self, spec: AttentionSpec, variant: Variant, compile_part: Callable[[AttentionSpec], CompiledSpec]
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, variant: Variant, compile_part: Callable[[AttentionSpec], Ops]) -> None:
         _check(spec, variant)
         self.spec, self.variant = spec, variant
         part = spec.model_copy(update={"out_dtype": "fp32", "output_gate": None})
@@ -93,7 +91,7 @@ class PrefixPrefill:
 
     def _part(
         self,
-        ops: CompiledSpec,
+        ops: Ops,
         q: torch.Tensor,
         k: Cache,
         v: Cache | None,
@@ -103,7 +101,7 @@ class PrefixPrefill:
         want_max: bool,
     ) -> Rows:
         """Attention to the keys of one part, without sink and gate."""
-        query, keys, values, given = unpack(ops.variant("prefill"), ops.spec.kv, q, k, v, given)
+        query, keys, values, given = unpack(ops.signature("prefill"), ops.declared, q, k, v, given)
         return ops.run_forward("prefill", query, keys, values, given, params, want_max=want_max, partial=True)
 
     def _finished(self, out: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:

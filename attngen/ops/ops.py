@@ -1,302 +1,220 @@
-"""The public object: all ops of one spec."""
+"""The public object: all ops of one spec, compiled when they are needed."""
 
 from __future__ import annotations
 
-from typing import Literal
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from attngen.ops import append, torch_library
-from attngen.ops.calls import Gradients, Params
-from attngen.ops.compiled import CompiledSpec, Result, chosen
-from attngen.ops.storage import Cache, Extras, Query, unpack
+from attngen.errors import ArgumentError, UnsupportedError
+from attngen.ops import calls
+from attngen.ops.calls import Rows
+from attngen.ops.checks import torch_dtype
+from attngen.ops.dispatch import is_tracked, of_one_token
+from attngen.ops.methods import Methods
+from attngen.ops.mixed import PrefixPrefill
+from attngen.ops.op import Op
+from attngen.ops.sparse import attend_listed, gathering_spec
+from attngen.ops.storage import Cache, Extras, Query
+from attngen.signature import Declaration, OpName, Signature
+from attngen.spec import AttentionSpec, Paged
+from attngen.variant import Variant
 
 
-class Ops(CompiledSpec):
+class Resolver(Protocol):
+    """Where the variants and the compiled ops of a spec come from."""
+
+    @property
+    def variants(self) -> Mapping[OpName, Variant | UnsupportedError]:
+        """What each op computes, or why there is none."""
+
+    def variant(self, op: OpName) -> Variant:
+        """What an op computes."""
+
+    def signature(self, op: OpName) -> Signature:
+        """What an op takes and gives."""
+
+    def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
+        """The op for a device, compiled on first need; for the declared target, or the current GPU or CPU, when omitted."""
+
+    def beside(self, spec: AttentionSpec) -> Resolver:
+        """The same for another spec, of the same target and backend."""
+
+    def compiled(self) -> dict[OpName, Op]:
+        """The ops compiled so far."""
+
+
+class Ops(Methods):
     """Prefill, decode, backward, autograd attention and writing of the cache, of one spec.
 
-    Serves every device of its target; kernels are compiled, or loaded from the cache, when an op is first needed. Shapes are
-    those of the spec's storage: Contiguous ``q [batch, qo_len, num_qo_heads, head_dim_qk]`` and ``k, v [batch, kv_len,
-    num_kv_heads, dim]``; Ragged ``[nnz, heads, dim]`` with ``qo_indptr, kv_indptr`` int32 ``[batch + 1]``; Paged: ragged q and
-    a cache of ``[num_pages, page_size, num_kv_heads, dim]`` (NHD) or ``[num_pages, num_kv_heads, page_size, dim]`` (HND).
-
-    Every method raises :class:`ArgumentError` for tensors that do not fit, before anything is launched,
-    :class:`UnsupportedError` where the backend cannot run the op, and :class:`BuildError` where a toolchain fails.
+    Serves every device of its target; kernels are compiled, or loaded from the cache, when an op is first needed. For the calls
+    see :class:`attngen.ops.methods.Methods`.
     """
 
-    def prefill(
+    def __init__(self, spec: AttentionSpec, resolve: Resolver, scope: str) -> None:
+        handle = hashlib.sha256(f"{spec.model_dump_json()}|{scope}".encode()).hexdigest()[:16]
+        super().__init__(declaration(spec), resolve, captured(spec), handle)
+        self.spec = spec
+        self._resolver, self._scope = resolve, scope
+        self._prefix_prefill: PrefixPrefill | None = None
+        self._gathering: Ops | None = None
+
+    def op(self, name: OpName, device: torch.device | None = None, *, deterministic: bool = False) -> Op:
+        """The compiled op for ``device`` (for the declared target when omitted); built or loaded if needed."""
+        return self._resolver(name, device, deterministic=deterministic)
+
+    def variant(self, name: OpName) -> Variant:
+        """What an op computes."""
+        return self._resolver.variant(name)
+
+    @property
+    def artifacts(self) -> dict[str, tuple[Path, ...]]:
+        """Cache folders of the kernels of each op compiled so far."""
+        return {name: tuple(kernel.folder for kernel in op.kernels) for name, op in self._resolver.compiled().items()}
+
+    def rows(
         self,
-        q: torch.Tensor,
+        name: OpName,
+        q: Query,
         k: Cache,
-        v: Cache | None = None,
+        v: Cache | None,
+        extras: Extras,
+        given: dict[str, torch.Tensor],
+        out: torch.Tensor | None,
         *,
-        qo_indptr: torch.Tensor | None = None,
-        kv_indptr: torch.Tensor | None = None,
-        page_table: torch.Tensor | None = None,
-        kv_indices: torch.Tensor | None = None,
-        kv_last_page_len: torch.Tensor | None = None,
-        qo_lens: torch.Tensor | None = None,
-        kv_lens: torch.Tensor | None = None,
-        q_offset: torch.Tensor | None = None,
-        kv_offset: torch.Tensor | None = None,
-        q_scale: torch.Tensor | float | None = None,
-        k_scale: torch.Tensor | float | None = None,
-        v_scale: torch.Tensor | float | None = None,
-        params: Params | None = None,
-        out: torch.Tensor | None = None,
-        return_lse: bool = False,
-        lse_base: Literal["e", "log2"] = "e",
-        partial: bool = False,
-        return_max: bool = False,
-        seed: torch.Tensor | None = None,
-        offset: torch.Tensor | None = None,
-        kv_cache: Cache | None = None,
-        key_indices: torch.Tensor | None = None,
-    ) -> Result:
-        """Attention of many queries a request; like :meth:`attention`, gradients flow where an input requires them.
-
-        Args:
-            k: keys, or for Paged the cache: ``(k_cache, v_cache)`` or one tensor stacked along ``stack_dim``; where numbers have
-                block scales each is a pair ``(data, scales)``.
-            qo_indptr, kv_indptr: int32 ``[batch + 1]``; ``kv_indptr`` counts tokens (Ragged) or pages (Paged, CSR form).
-            page_table: int32 ``[batch, max_pages]``, with ``kv_lens``; or CSR ``kv_indptr, kv_indices, kv_last_page_len``.
-            qo_lens, kv_lens: int32 ``[batch]``, valid lengths of padded rows; padded queries give out 0 and lse -inf.
-            q_offset, kv_offset: int32 ``[batch]``, positions of the first query (default ``kv_len - qo_len``) and key (0).
-            params: run-time tensors of the spec by name, also the output gate's; captured ones default to what was captured.
-            out: buffer for the result, ``[..., num_qo_heads, head_dim_vo]``.
-            return_lse: also return the log-sum-exp of the logits over visible keys, fp32 ``[..., num_qo_heads]``. A sink is not in
-                it; element-wise normalizers have none.
-            lse_base: unit of lse: natural logarithm or base 2.
-            partial: results over part of the keys, to be merged with :func:`merge_states`, which then counts the sink once.
-                Element-wise ones simply add, if the normalizer has a length or bias of its own.
-            return_max: also return the largest logit over visible keys, fp32 ``[..., num_qo_heads]``, without a gradient.
-            seed, offset: int64 ``[1]`` of dropout, on the device of q, so that a graph replays with fresh masks; offset is 0 by
-                default.
-            q_scale, k_scale, v_scale: fp32 factors of quantized tensors, as the spec's ``kv`` says: a scalar (also a number; 1 by
-                default), ``[num_kv_heads]``, or the cache's shape without head_dim.
-            kv_cache: a paged cache of the keys before k and v, which are then ragged, ``kv_indptr`` counting new tokens and
-                ``kv_lens``, through ``page_table``, those before.
-            key_indices: int32 ``[nnz_q, top_k]`` (decode: ``[batch, top_k]`` or ``[batch, qo_len, top_k]``): positions of the only
-                keys that a query sees, each once, padded with -1; over a paged cache with a page table. Latents are attended
-                to with absorbed queries.
-
-        Returns:
-            out in the spec's out dtype, or ``(out, lse)``, ``(out, max)``, ``(out, lse, max)``.
-        """
-        extras = Extras(
-            qo_indptr,
-            kv_indptr,
-            qo_lens,
-            kv_lens,
-            page_table,
-            kv_indices,
-            kv_last_page_len,
-            q_offset,
-            kv_offset,
-            seed,
-            offset,
-            q_scale,  # type: ignore[arg-type] # numbers become tensors when the call is unpacked
-            k_scale,  # type: ignore[arg-type]
-            v_scale,  # type: ignore[arg-type]
-        )
-        return self.forward(
-            "prefill",
+        partial: bool,
+        want_max: bool,
+        prefix: Cache | None,
+        key_indices: torch.Tensor | None,
+    ) -> Rows:
+        """See :meth:`Methods.rows`; a prefix and listed keys take ops of further specs."""
+        if key_indices is not None and prefix is not None:
+            raise ArgumentError(
+                "kv_cache has no meaning beside key_indices",
+                where="kv_cache",
+                why="listed keys are all in the paged cache that is passed as k",
+                fix="append new tokens to the cache first, and leave kv_cache out",
+            )
+        if key_indices is not None:
+            return self._over_listed(name, q, k, v, key_indices, extras, given, out, partial=partial, want_max=want_max)
+        if prefix is not None:
+            return self._over_prefix(q, k, v, prefix, extras, given, out, partial=partial, want_max=want_max)
+        return super().rows(
+            name,
             q,
             k,
             v,
             extras,
-            params,
+            given,
             out,
-            return_lse,
-            lse_base,
             partial=partial,
-            return_max=return_max,
-            prefix=kv_cache,
+            want_max=want_max,
+            prefix=prefix,
             key_indices=key_indices,
         )
 
-    def decode(
+    def _over_prefix(
         self,
         q: Query,
         k: Cache,
-        v: Cache | None = None,
+        v: Cache | None,
+        prefix: Cache,
+        extras: Extras,
+        params: dict[str, torch.Tensor],
+        out: torch.Tensor | None,
         *,
-        kv_indptr: torch.Tensor | None = None,
-        page_table: torch.Tensor | None = None,
-        kv_indices: torch.Tensor | None = None,
-        kv_last_page_len: torch.Tensor | None = None,
-        qo_lens: torch.Tensor | None = None,
-        kv_lens: torch.Tensor | None = None,
-        q_offset: torch.Tensor | None = None,
-        kv_offset: torch.Tensor | None = None,
-        q_scale: torch.Tensor | float | None = None,
-        k_scale: torch.Tensor | float | None = None,
-        v_scale: torch.Tensor | float | None = None,
-        params: Params | None = None,
-        out: torch.Tensor | None = None,
-        return_lse: bool = False,
-        lse_base: Literal["e", "log2"] = "e",
-        partial: bool = False,
-        return_max: bool = False,
-        key_indices: torch.Tensor | None = None,
-    ) -> Result:
-        """Attention of one query token a request, ``q [batch, num_qo_heads, head_dim_qk]``, or a few, ``[batch, qo_len, ...]``.
+        partial: bool,
+        want_max: bool,
+    ) -> Rows:
+        variant = self.variant("prefill")
+        if self._prefix_prefill is None:
 
-        No gradients are recorded. The keys of a request are divided among programs by its own length alone, so that a result
-        does not depend on its neighbours. Arguments and result as for :meth:`prefill`.
-        """
-        extras = Extras(
-            None,
-            kv_indptr,
-            qo_lens,
-            kv_lens,
-            page_table,
-            kv_indices,
-            kv_last_page_len,
-            q_offset,
-            kv_offset,
-            q_scale=q_scale,  # type: ignore[arg-type] # numbers become tensors when the call is unpacked
-            k_scale=k_scale,  # type: ignore[arg-type]
-            v_scale=v_scale,  # type: ignore[arg-type]
+            def part(spec: AttentionSpec) -> Ops:
+                return type(self)(spec, self._resolver.beside(spec), self._scope)
+
+            self._prefix_prefill = PrefixPrefill(self.spec, variant, part)
+        calls.check_options(
+            self.declared,
+            self.signature("prefill"),
+            tracked=is_tracked(q, k, v, *params.values()),
+            out=out,
+            partial=partial,
         )
-        return self.forward(
-            "decode",
+        result, lse, largest = self._prefix_prefill(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
+        if out is not None:
+            calls.check_out(self.signature("prefill"), result, out)
+            result = out.copy_(result)
+        return result, lse, largest
+
+    def _over_listed(
+        self,
+        name: OpName,
+        q: Query,
+        cache: Cache,
+        v: Cache | None,
+        key_indices: torch.Tensor,
+        extras: Extras,
+        params: dict[str, torch.Tensor],
+        out: torch.Tensor | None,
+        *,
+        partial: bool,
+        want_max: bool,
+    ) -> Rows:
+        variant, signature = self.variant("decode"), self.signature("decode")
+        if self._gathering is None:
+            spec = gathering_spec(self.spec, variant)
+            self._gathering = type(self)(spec, self._resolver.beside(spec), self._scope)
+        calls.check_options(
+            self.declared,
+            signature,
+            tracked=is_tracked(q, cache, v, *params.values()),
+            out=out,
+            partial=partial,
+        )
+        q, one_token = of_one_token(q) if name == "decode" else (q, False)
+        if one_token:
+            key_indices = key_indices.unsqueeze(1)
+        found = attend_listed(
+            self._gathering,
+            variant.mask,
+            signature if name == "decode" else replace(signature, q_layout="ragged"),
+            self.declared,
             q,
-            k,
+            cache,
             v,
+            key_indices,
             extras,
             params,
-            out,
-            return_lse,
-            lse_base,
+            want_max=want_max,
             partial=partial,
-            return_max=return_max,
-            key_indices=key_indices,
         )
+        result, lse, largest = (x.squeeze(1) if one_token and x.dim() > 1 else x for x in found)
+        if out is not None:
+            calls.check_out(signature, result, out)
+            result = out.copy_(result)
+        return result, lse, largest
 
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        qo_indptr: torch.Tensor | None = None,
-        kv_indptr: torch.Tensor | None = None,
-        qo_lens: torch.Tensor | None = None,
-        kv_lens: torch.Tensor | None = None,
-        q_offset: torch.Tensor | None = None,
-        kv_offset: torch.Tensor | None = None,
-        params: Params | None = None,
-        return_lse: bool = False,
-        return_max: bool = False,
-        seed: torch.Tensor | None = None,
-        offset: torch.Tensor | None = None,
-    ) -> Result:
-        """Prefill with autograd: gradients reach q, k, v, floating parameters and the gate, and flow through lse too.
+    def __reduce__(self) -> tuple[object, ...]:
+        """Modules that hold ops can be copied, saved, and sent to other processes, which find the kernels in the cache."""
+        return type(self), (self.spec, self._resolver, self._scope)
 
-        All are bitwise repeatable under ``torch.use_deterministic_algorithms(True)``; arguments as for :meth:`prefill`.
-        """
-        extras = Extras(
-            qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset, seed=seed, offset=offset
-        )
-        self.check_rows(return_lse=return_lse, return_max=return_max)
-        found = torch_library.attention(
-            self._handle,
-            "prefill",
-            *unpack(self.variant("prefill"), self.spec.kv, q, k, v, extras),
-            self.with_defaults(params),
-            want_max=return_max,
-        )
-        return chosen(found, "e", return_lse=return_lse, return_max=return_max)
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec.name or 'unnamed'}, {self.spec.heads!r}, kv={self.spec.kv.kind})"
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None = None,
-        *,
-        dlse: torch.Tensor | None = None,
-        qo_indptr: torch.Tensor | None = None,
-        kv_indptr: torch.Tensor | None = None,
-        qo_lens: torch.Tensor | None = None,
-        kv_lens: torch.Tensor | None = None,
-        q_offset: torch.Tensor | None = None,
-        kv_offset: torch.Tensor | None = None,
-        params: Params | None = None,
-        seed: torch.Tensor | None = None,
-        offset: torch.Tensor | None = None,
-        deterministic: bool = False,
-    ) -> Gradients:
-        """Gradients of :meth:`prefill`, recomputing the weights from ``lse``; no memory that grows with the square of a length.
 
-        Args:
-            dout: gradient of out, same shape and dtype.
-            out, lse: what prefill returned (lse in natural logarithm); without ``partial``. Element-wise normalizers have no lse.
-            dlse: gradient of lse, fp32, same shape.
-            seed, offset: those of the forward call, where the spec has dropout.
-            deterministic: every gradient is bitwise repeatable. dk and dv always are. Where the cuda backend adds up dq in any
-                order, other kernels then run; parameters of score mods are summed by another kernel, which runs twice.
+def declaration(spec: AttentionSpec) -> Declaration:
+    """What all ops of a spec have in common."""
+    normalizer, kv = spec.normalizer, spec.kv
+    pages = (kv.page_size, kv.layout, kv.stack_dim) if isinstance(kv, Paged) else ()
+    return Declaration(normalizer.kind, normalizer.depends_on_length, *pages)
 
-        Returns:
-            ``(dq, dk, dv, dparams)``: dense, in the shapes and dtypes of q, k, v; ``dparams`` by name, the gate's among them.
-        """
-        extras = Extras(
-            qo_indptr, kv_indptr, qo_lens, kv_lens, q_offset=q_offset, kv_offset=kv_offset, seed=seed, offset=offset
-        )
-        given = self.with_defaults(params)
-        if torch.compiler.is_compiling():
-            dq, dk, dv, *rest = torch_library.backward(
-                self._handle, dout, dlse, q, k, v, out, lse, extras, given, deterministic=deterministic
-            )
-            grads = dict(zip(given, rest, strict=True))
-            return dq, dk, dv, {name: grads[name] for name in self.differentiable if name in grads}
-        return self.run_backward(dout, q, k, v, out, lse, dlse, extras, given, deterministic=deterministic)
 
-    def append(
-        self,
-        k: Query,
-        v: torch.Tensor | None,
-        kv_cache: Cache,
-        *,
-        slot_mapping: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        batch_indices: torch.Tensor | None = None,
-        page_table: torch.Tensor | None = None,
-        kv_indptr: torch.Tensor | None = None,
-        kv_indices: torch.Tensor | None = None,
-        k_scale: torch.Tensor | float | None = None,
-        v_scale: torch.Tensor | float | None = None,
-        params: Params | None = None,
-    ) -> None:
-        """Write new keys and values into a cache, in place, stored as the spec's ``kv`` says: what decode then reads.
-
-        Numbers are rounded as :func:`attngen.dtypes.quantize` defines, bit for bit. Keys are written as projected, unless the spec
-        has ``Rope(keys="append")``, which turns them here; ``qk_norm`` norms them when they are read.
-
-        Args:
-            k, v: new tokens of all requests, one after another: ``[tokens, num_kv_heads, head_dim]`` in the spec's dtype (bf16
-                where that is fp8), any strides. MLA: ``k`` is ``(ckv, kpe)`` or both joined, ``[tokens, dim]``, and v ``None``.
-            kv_cache: as for :meth:`decode`; of Contiguous and Ragged keys and values the pair ``(k, v)``.
-            slot_mapping: int64 or int32 ``[tokens]``: ``page * page_size + offset``, ``request * kv_len + position``
-                (Contiguous) or the row (Ragged). A token with a negative slot is not written. Every other slot is given once.
-            positions, batch_indices: instead, int32 ``[tokens]``: place in its request, and request, of each token; a negative
-                position is not written. Slots come from ``page_table [batch, max_pages]`` or ``kv_indptr, kv_indices`` (Paged),
-                ``kv_indptr`` (Ragged), or the shape of the cache. Keys that turn need ``positions`` beside ``slot_mapping`` too.
-            k_scale, v_scale: factors of a tensor (1 by default) and of heads, which are read; scales of tokens, in the cache's
-                shape without head_dim, which are written. So are block scales, which are part of the cache.
-            params: the rotation's table.
-
-        On a GPU nothing is read on the host, and a slot outside of the cache is skipped; on the CPU, and with
-        ``ATTNGEN_VALIDATE=1``, it raises :class:`ArgumentError`.
-        """
-        variant = self.variant("append")
-        new = append.unpack_new(variant, k, v)
-        slots = append.unpack_slots(variant, self.spec.kv, new, kv_cache, k_scale, v_scale)
-        places = append.Places(slot_mapping, positions, batch_indices, page_table, kv_indptr, kv_indices)
-        if torch.compiler.is_compiling():
-            torch_library.append(self._handle, variant, new, slots, places, dict(params or {}))
-        else:
-            self.run_append(new, slots, places, dict(params or {}))
+def captured(spec: AttentionSpec) -> dict[str, torch.Tensor]:
+    """Tensors that mods captured, as parameters; those captured may have a wider type: int64, float64."""
+    declared = [param for source in (spec.mask, *spec.score_mods) for param in source.params()]
+    dtypes = {param.name: torch_dtype(param.dtype) for param in declared}
+    return {name: tensor.to(dtypes[name]) for name, tensor in spec.defaults().items()}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from attngen.backends.base import Inputs
+from attngen.backends.call import Inputs
 from attngen.ops.binding import Values, tensor_values
 from attngen.ops.checks import torch_dtype
-from attngen.variant import Variant
+from attngen.signature import Signature
 
 _LARGEST_SUM = 62  # bits of a sum of integers
 _LARGEST_SHIFT = 126  # exponents of fp32
@@ -16,7 +16,7 @@ _LARGEST_SHIFT = 126  # exponents of fp32
 class ParamSums:
     """Buffers of one backward call. Sinks and norm weights are summed here from a part a row or program: in a fixed order."""
 
-    def __init__(self, variant: Variant, inputs: Inputs) -> None:
+    def __init__(self, variant: Signature, inputs: Inputs) -> None:
         self._variant, self._inputs, self._device = variant, inputs, inputs.q.device
         self.after_delta: Values = {}
         self._added: dict[str, torch.Tensor] = {}
@@ -31,7 +31,7 @@ class ParamSums:
         values: Values = {}
         if lse is not None:
             values["delta"] = self.after_delta["delta"] = torch.empty_like(lse)
-            if variant.sink is not None:
+            if variant.has_sink:
                 values["total_lse"] = self.after_delta["lse"] = torch.empty_like(lse)
             if variant.sink_param is not None:
                 values["dsink"] = self._dsink = torch.zeros_like(lse.T, memory_format=torch.contiguous_format)

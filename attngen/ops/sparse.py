@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.evaluate import evaluate
-from attngen.ir.expr import coords
+from attngen.ir.expr import Expr, coords
 from attngen.masks import Full
 from attngen.ops.batching import check_page_lists
 from attngen.ops.calls import Rows
 from attngen.ops.checks import check_index, check_indptr, check_tensor
 from attngen.ops.storage import Cache, Extras, Query, unpack
+from attngen.signature import Declaration, Signature
 from attngen.spec import AttentionSpec, Paged
 from attngen.variant import Variant
 
 if TYPE_CHECKING:
-    from attngen.ops.compiled import CompiledSpec
+    from attngen.ops.ops import Ops
 
 
 def gathering_spec(spec: AttentionSpec, variant: Variant) -> AttentionSpec:
@@ -69,9 +70,10 @@ def gathering_spec(spec: AttentionSpec, variant: Variant) -> AttentionSpec:
 
 
 def attend_listed(
-    gathering: CompiledSpec,
-    variant: Variant,
-    kv_spec: Any,
+    gathering: Ops,
+    mask: Expr,
+    signature: Signature,
+    declared: Declaration,
     q: Query,
     cache: Cache,
     v: Cache | None,
@@ -86,12 +88,13 @@ def attend_listed(
 
     Args:
         gathering: ops of :func:`gathering_spec`.
-        variant: of decode, with the layout of q; its mask still holds: a key must be listed and visible.
+        mask: still holds: a key must be listed and visible.
+        signature: of decode, with the layout of q.
         q: ``[batch, qo_len, heads, dim]``, or ragged with ``given.qo_indptr``.
         key_indices: int32 ``[batch, qo_len, top_k]`` or ``[nnz_q, top_k]``: positions of keys in the request, each once; negative
             ones, and those beyond its keys, are skipped.
     """
-    query, k, v, given = unpack(variant, kv_spec, q, cache, v, given)
+    query, k, v, given = unpack(signature, declared, q, cache, v, given)
     lead, device = query.shape[:-2], query.device
     pages = {"page_table", "kv_lens"} if given.kv_indices is None else {"kv_indptr", "kv_indices", "kv_last_page_len"}
     allowed = {*pages, "q_offset", "qo_lens" if len(lead) > 1 else "qo_indptr"}
@@ -99,7 +102,7 @@ def attend_listed(
     index = check_tensor(
         "key_indices", key_indices, dtype="i32", shape=(*lead, None), axes="[..., top_k]", device=device
     ).reshape(lead.numel(), -1)
-    request, qo_len, kv_len, q_pos = _requests(variant.page_size, given, lead, device)
+    request, qo_len, kv_len, q_pos = _requests(signature.page_size, given, lead, device)
     env: dict[str, torch.Tensor | int | float] = {
         "b": request,
         "q": q_pos,
@@ -107,9 +110,9 @@ def attend_listed(
         "qo_len": qo_len[request],
         "kv_len": kv_len[request],
     }
-    kept = (index >= 0) & (index < kv_len[request]) & evaluate(variant.mask, env, dict(params), torch.float32)
+    kept = (index >= 0) & (index < kv_len[request]) & evaluate(mask, env, dict(params), torch.float32)
     kept = kept & (q_pos != torch.iinfo(torch.int32).max)
-    slots = _slots(variant.page_size, given, k, torch.where(kept, index, 0), request)
+    slots = _slots(signature.page_size, given, k, torch.where(kept, index, 0), request)
     # Kept entries close up: each goes to its number among them, the others to a column that is cut off.
     top_k = index.shape[1]
     place = torch.where(kept, kept.cumsum(-1) - 1, top_k)
@@ -119,7 +122,7 @@ def attend_listed(
         for name in ("k_pe", "k_blocks", "v_blocks", "k_pe_blocks")
         if (x := getattr(given, name)) is not None
     }
-    scales = {"k_scale": variant.k_storage, "v_scale": variant.v_storage}
+    scales = {"k_scale": signature.k_storage, "v_scale": signature.v_storage}
     for name, storage in scales.items():
         scale = getattr(given, name)
         if storage.scale == "token":
@@ -134,8 +137,8 @@ def attend_listed(
     )
     names = {param.name for param in gathering.variant("decode").params}
     own = {name: x for name, x in params.items() if name in names}
-    if variant.gate is not None:
-        own[variant.gate] = _tokens(params[variant.gate])
+    if signature.gate is not None:
+        own[signature.gate] = _tokens(params[signature.gate])
     out, *rows = gathering.run_forward(
         "decode",
         _tokens(query),

@@ -15,7 +15,7 @@ import torch
 from attngen.dtypes import DTYPES, Storage, alignment_of
 from attngen.errors import ArgumentError
 from attngen.ops.checks import check_strides, check_tensor, torch_dtype
-from attngen.variant import Variant
+from attngen.signature import Declaration, Signature
 
 # q, or of absorbed MLA (q_nope, q_pe).
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -65,7 +65,7 @@ class Extras:
 
 
 def unpack(
-    variant: Variant, kv_spec: Any, q: Query, k: Cache, v: Cache | None, given: Extras
+    variant: Signature, declared: Declaration, q: Query, k: Cache, v: Cache | None, given: Extras
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extras]:
     """q, k and v as kernels read them, and everything else in ``given``.
 
@@ -76,18 +76,18 @@ def unpack(
         ArgumentError: a tensor does not fit the storage that the spec declares.
     """
     q, pe = _queries(variant, q)
-    return q, *unpack_cache(variant, kv_spec, q, k, v, replace(given, q_pe=pe))
+    return q, *unpack_cache(variant, declared, q, k, v, replace(given, q_pe=pe))
 
 
 def unpack_cache(
-    variant: Variant, kv_spec: Any, q: torch.Tensor, k: Cache, v: Cache | None, given: Extras
+    variant: Signature, declared: Declaration, q: torch.Tensor, k: Cache, v: Cache | None, given: Extras
 ) -> tuple[torch.Tensor, torch.Tensor, Extras]:
     """k and v as kernels read or write them, and everything else in ``given``.
 
     Args:
         q: rows of queries or of new tokens, on the cache's device.
     """
-    form = _Form(variant, kv_spec, q)
+    form = _Form(variant, declared, q)
     if variant.value_source == "keys":
         found = form.latents(k, v, given)
     elif variant.kv_layout == "paged":
@@ -100,7 +100,7 @@ def unpack_cache(
     return keys, values, replace(given, **found)
 
 
-def _queries(variant: Variant, q: Query) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _queries(variant: Signature, q: Query) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q, and its last columns where they lie apart; checked."""
     padded = variant.q_layout == "padded"
     lead = (None, None, variant.num_qo_heads) if padded else (None, variant.num_qo_heads)
@@ -124,8 +124,8 @@ def _queries(variant: Variant, q: Query) -> tuple[torch.Tensor, torch.Tensor | N
 class _Form:
     """What a cache of the variant looks like."""
 
-    variant: Variant
-    kv_spec: Any
+    variant: Signature
+    declared: Declaration
     q: torch.Tensor
 
     @property
@@ -135,14 +135,14 @@ class _Form:
 
     @property
     def heads_first(self) -> bool:
-        return self.variant.kv_layout == "paged" and self.kv_spec.layout == "HND"
+        return self.variant.kv_layout == "paged" and self.declared.layout == "HND"
 
     def lead(self) -> tuple[tuple[int | None, ...], str]:
         """Sizes and names of the dims before a head's numbers, without heads where the cache has none."""
         variant = self.variant
         headed = variant.value_source == "values"
         if variant.kv_layout == "paged":
-            sizes = [(None, "num_pages"), (self.kv_spec.page_size, "page_size")]
+            sizes = [(None, "num_pages"), (self.declared.page_size, "page_size")]
         elif variant.kv_layout == "padded":
             sizes = [(self.batch, "batch"), (None, "kv_len")]
         else:
@@ -191,7 +191,7 @@ class _Form:
                 why="k and v have different head dims or element types and cannot be stacked",
                 fix="pass (k_cache, v_cache)",
             )
-        at = self.kv_spec.stack_dim
+        at = self.declared.stack_dim
         sizes, names = self.lead()
         if isinstance(cache, torch.Tensor):
             sizes = (*sizes[:at], 2, *sizes[at:])

@@ -17,29 +17,31 @@ from attngen.errors import ArgumentError
 from attngen.ops.append import Places, Rows, Slots, written
 from attngen.ops.checks import check_addresses, readable, torch_dtype
 from attngen.ops.storage import Extras
-from attngen.spec import Softmax
-from attngen.variant import Variant
+from attngen.signature import Signature
 
 if TYPE_CHECKING:
-    from attngen.ops.compiled import CompiledSpec
+    from attngen.ops.dispatch import Dispatch
+
+# Packages that carry these modules have ops of their own.
+NAMESPACE = __name__.partition(".")[0]
 
 # All living objects of a handle: which of them serves a graph makes no difference.
-_OPS: dict[str, WeakSet[CompiledSpec]] = {}
+_OPS: dict[str, WeakSet[Dispatch]] = {}
 
 
-def register(handle: str, ops: CompiledSpec) -> None:
+def register(handle: str, ops: Dispatch) -> None:
     """Make ``ops`` reachable from graphs under ``handle``."""
     _OPS.setdefault(handle, WeakSet()).add(ops)
 
 
-def _lookup(handle: str) -> CompiledSpec:
+def _lookup(handle: str) -> Dispatch:
     for ops in _OPS.get(handle, ()):
         return ops
     raise ArgumentError(
         "the attention op of this graph is gone",
-        where=f"attngen::forward({handle!r})",
-        why="its Ops object was deleted, or the spec was not compiled in this process",
-        fix="keep the result of ag.compile alive",
+        where=f"{NAMESPACE}::forward({handle!r})",
+        why="its ops were deleted, or were not made in this process",
+        fix="keep what holds them alive, like the result of ag.compile",
     )
 
 
@@ -51,7 +53,11 @@ def _flatten(extras: Extras) -> list[torch.Tensor | None]:
     return [getattr(extras, field.name) for field in fields(extras)]
 
 
-@torch.library.custom_op("attngen::forward", mutates_args=())
+def _registered() -> Any:
+    return getattr(torch.ops, NAMESPACE)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::forward", mutates_args=())
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -102,14 +108,14 @@ def _(
     want_max: bool,
     partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    variant = _lookup(handle).variant(op)  # type: ignore[arg-type]
+    variant = _lookup(handle).signature(op)  # type: ignore[arg-type]
     out = q.new_empty((*q.shape[:-1], variant.head_dim_vo), dtype=torch_dtype(variant.out_dtype))
     rows = (variant.is_softmax, want_max)
     lse, largest = (q.new_empty(q.shape[:-1] if there else 0, dtype=torch.float32) for there in rows)
     return out, lse, largest
 
 
-@torch.library.custom_op("attngen::backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::backward", mutates_args=())
 def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -164,10 +170,10 @@ def _grads(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: to
     found = iter(rest)
     indices = [next(found) if present else None for present in ctx.present]
     dout = torch.zeros_like(out) if dout is None else dout
-    if not isinstance(ctx.ops.spec.normalizer, Softmax):
+    if ctx.ops.declared.normalizer != "softmax":
         lse = dlse = None  # rows of element-wise weights have none
     exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    dq, dk, dv, *dparams = torch.ops.attngen.backward(
+    dq, dk, dv, *dparams = _registered().backward(
         dout, dlse, q, k, v, out, lse, indices, params, ctx.names, ctx.handle, exact
     )
     names = ctx.names.split(",") if ctx.names else []
@@ -190,7 +196,7 @@ def attention(
     want_max: bool = False,
     partial: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(out, lse, largest logits)`` through the dispatcher: traceable, differentiable; see :meth:`CompiledSpec.run_forward`."""
+    """``(out, lse, largest logits)`` through the dispatcher: traceable, differentiable; see :meth:`Dispatch.run_forward`."""
     for name, tensor in params.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(
@@ -199,7 +205,7 @@ def attention(
                 why="a tensor is needed",
                 fix="pass one",
             )
-    return torch.ops.attngen.forward(  # type: ignore[no-any-return]
+    return _registered().forward(  # type: ignore[no-any-return]
         q, k, v, _flatten(extras), list(params.values()), ",".join(params), handle, op, want_max, partial
     )
 
@@ -219,7 +225,7 @@ def backward(
     deterministic: bool,
 ) -> list[torch.Tensor]:
     """``[dq, dk, dv, *dparams]`` through the dispatcher: traceable."""
-    return torch.ops.attngen.backward(  # type: ignore[no-any-return]
+    return _registered().backward(  # type: ignore[no-any-return]
         dout, dlse, q, k, v, out, lse, _flatten(extras), list(params.values()), ",".join(params), handle, deterministic
     )
 
@@ -227,7 +233,7 @@ def backward(
 _WRITTEN = ("k", "v", "k_pe", "k_blocks", "v_blocks", "k_pe_blocks", "k_scale", "v_scale")
 
 
-@torch.library.custom_op("attngen::append", mutates_args=_WRITTEN)
+@torch.library.custom_op(f"{NAMESPACE}::append", mutates_args=_WRITTEN)
 def _append(
     new: Sequence[torch.Tensor | None],
     k: torch.Tensor,
@@ -253,12 +259,12 @@ def _append(
 
 
 def append(
-    handle: str, variant: Variant, new: Rows, slots: Slots, places: Places, params: Mapping[str, torch.Tensor]
+    handle: str, variant: Signature, new: Rows, slots: Slots, places: Places, params: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write new tokens through the dispatcher: traceable; see :meth:`CompiledSpec.run_append`."""
+    """Write new tokens through the dispatcher: traceable; see :meth:`Dispatch.run_append`."""
     targets = written(variant, slots)
     factors = [getattr(slots, name) if name not in targets else None for name in ("k_scale", "v_scale")]
-    torch.ops.attngen.append(
+    _registered().append(
         [new.k, new.k_pe, new.v],
         *(targets.get(name) for name in _WRITTEN),
         factors,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from attngen.dtypes import DTYPES, Storage
 from attngen.ir.expr import coords
+from attngen.schedule.launch import PIECE, in_pieces
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
 
 ARCH = "sm90a"
 _MAX_PACKED_ROWS = 8
 _CHUNK = 16  # bytes of a row that a thread copies at a time
-_PIECE = 64  # dims of a tile that lie in one row of shared memory
 _CONSUMER_ROWS = 64  # queries of a warpgroup
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
 _TOLD = 192  # bytes of barriers and of what warps tell each other in one walk of backward
@@ -67,7 +67,7 @@ def _serves_backward(variant: Variant) -> bool:
         and not variant.score_reads_pairs
         and not variant.gradient_params
         and all(32 < dim <= 128 for dim in dims)
-        and block(dims[0]) == block(dims[1])
+        and in_pieces(dims[0]) == in_pieces(dims[1])
     )
 
 
@@ -105,23 +105,13 @@ def block_bytes(storage: Storage, head_dim: int) -> int:
     return head_dim // storage.block * (2 if storage.zero_point else 1) * DTYPES[storage.row.block_scale].itemsize
 
 
-def block(head_dim: int) -> int:
-    """Columns that a head dim takes in shared memory, whose rows have 128 bytes."""
-    return -(-head_dim // _PIECE) * _PIECE
-
-
-def dq_sums(plan: KernelPlan) -> int:
-    """Numbers in a tile of the sums of dq."""
-    return plan.tiles.q * block(plan.variant.head_dim_qk)
-
-
 def launch_shape(plan: KernelPlan) -> tuple[int, int]:
     """Threads of a block, and bytes of its dynamic shared memory."""
     tiles = plan.tiles
     if plan.schedule == "dq_cast":
         return 256, 0
     if plan.schedule == "dqkv":
-        width = block(plan.variant.head_dim_qk)
+        width = in_pieces(plan.variant.head_dim_qk)
         loaded = 2 * tiles.kv * width * 2 + 2 * tiles.num_stages * tiles.q * width * 2  # k and v; q and dout
         made = tiles.num_stages * (tiles.q * tiles.kv * 2 + 2 * tiles.q * 4)  # dscore; lse and delta
         return 32 * tiles.num_warps, loaded + made + _TOLD
@@ -150,8 +140,8 @@ def _pitch(row_bytes: int) -> int:
 
 def _query_tiles_bytes(plan: KernelPlan) -> int:
     """Shared memory of a kernel over tiles of queries: these, keys and values, barriers, and what there is to do."""
-    tiles, variant, row = plan.tiles, plan.variant, 2 * _PIECE
-    qk, vo = (-(-dim // _PIECE) * row for dim in (variant.head_dim_qk, variant.head_dim_vo))
+    tiles, variant, row = plan.tiles, plan.variant, 2 * PIECE
+    qk, vo = (-(-dim // PIECE) * row for dim in (variant.head_dim_qk, variant.head_dim_vo))
     barriers = 8 * (2 * tiles.q_stages * tiles.q // _CONSUMER_ROWS + 4 * tiles.num_stages + 2 * _ITEMS)
     # Up to four columns that keys read from memory, of two tiles, for each warpgroup.
     loads = {*variant.score_loads, *variant.mask_loads}
@@ -171,4 +161,4 @@ def map_boxes(plan: KernelPlan) -> list[tuple[int, ...]]:
     tiles = plan.tiles
     q_rows = tiles.q if plan.schedule == "dqkv" else _CONSUMER_ROWS
     rows = {"q_tiles": q_rows, "dout_tiles": q_rows, "k_tiles": tiles.kv, "v_tiles": tiles.kv}
-    return [(1, 1, rows[arg.name], _PIECE) for arg in plan.args if arg.is_map]
+    return [(1, 1, rows[arg.name], PIECE) for arg in plan.args if arg.is_map]

@@ -299,4 +299,4 @@ def test_missing_bindings_say_what_to_install(
     monkeypatch.setattr(launcher, "_bindings", missing)
     with pytest.raises(ag.BuildError, match=r"there is no cuda\.bindings") as error:
         _load(tmp_path)
-    assert error.value.fix == "pip install attngen[cuda]"
+    assert error.value.fix == "pip install cuda-bindings"

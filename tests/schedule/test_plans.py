@@ -7,7 +7,7 @@ import pytest
 import attngen as ag
 from attngen.compiler import plan_op
 from attngen.ir.scalar import evaluate_scalar
-from attngen.ops.op import tiles_of
+from attngen.ops.kernels import tiles_of
 from attngen.schedule import hopper, retile
 from attngen.target import Target
 

@@ -1,0 +1,28 @@
+"""Which target a device of torch is."""
+
+from __future__ import annotations
+
+import torch
+
+from attngen.errors import UnsupportedError
+from attngen.target import Target
+
+
+def device_target(device: torch.device) -> Target:
+    """The target of a torch device; looked up each time, since devices of one host may differ.
+
+    Raises:
+        UnsupportedError: no backend serves such a device.
+    """
+    if device.type == "cpu":
+        return Target.parse("cpu")
+    if device.type == "cuda" and torch.version.hip:
+        return Target.parse(f"hip:{torch.cuda.get_device_properties(device).gcnArchName.split(':')[0]}")
+    if device.type == "cuda":
+        return Target.from_cuda_capability(*torch.cuda.get_device_capability(device))
+    raise UnsupportedError(
+        f"no backend serves {device.type} tensors",
+        where="device",
+        why="kernels run on cpu and cuda",
+        fix="move the tensors",
+    )
