@@ -253,3 +253,34 @@ def test_two_versions_of_attngen_share_a_cache(tmp_path: Path) -> None:
     store = Store.from_settings(Settings(cache_dir=str(tmp_path / "cache")))
     built = [store.get_or_build(other_kernel(number), FakeToolchain(), {}) for number in (1, 2, 1)]
     assert built[0] == built[2] != built[1]
+
+
+WARM = ("gpt2", "llama2-7b-streaming", "t5-small-encoder", "swin-v2-tiny", "bloom-7b", "whisper-large-cross")
+
+
+def find_twenty_ops(builds: bool) -> dict[str, Any]:
+    """Compile ops for Triton's interpreter, whose kernels are quickly built; without builds, nothing may be started."""
+    started: list[str] = []
+    if not builds:
+
+        def forbidden(*arguments: object, **options: object) -> None:
+            started.append(str(arguments))
+
+        subprocess.Popen.__init__ = forbidden  # type: ignore[method-assign, assignment]
+        os.fork = forbidden  # type: ignore[assignment]
+    number, began = 0, time.process_time()
+    for name in WARM:
+        spec = ag.load_spec(name).model_copy(update={"dtype": "fp32"})
+        number += len(ag.compile(spec, target="interpret").artifacts)
+    seconds = time.process_time() - began
+    compilers = [name for name in ("triton", "cuda.bindings.nvrtc", "cuda.core") if name in sys.modules]
+    return {"ops": number, "started": started, "compilers": compilers, "seconds": seconds}
+
+
+def test_a_warm_start_starts_nothing_and_imports_no_compiler(tmp_path: Path) -> None:
+    env = {"ATTNGEN_CACHE_DIR": str(tmp_path / "cache")}
+    start(find_twenty_ops, env=env, builds=True).report(90)
+    report = start(find_twenty_ops, env=env | {"ATTNGEN_REQUIRE_CACHED": "1"}, builds=False).report()
+    print(f"{report['ops']} ops in {report['seconds']:.2f} s")
+    assert report["ops"] >= 20
+    assert (report["started"], report["compilers"]) == ([], [])
