@@ -8,6 +8,7 @@ import pytest
 from jinja2 import meta, nodes
 
 import attngen as ag
+from attngen.codegen import environment as environments
 from attngen.codegen.environment import environment
 from attngen.compiler import plan_op, render_kernel
 from attngen.resources import resource_folder
@@ -57,3 +58,43 @@ def test_every_spec_renders_for_every_op(name: str, backend: str, target: str) -
             assert "{{" not in rendered.source
             assert "{%" not in rendered.source
             assert all(arg.name in rendered.source for arg in kernel.args)
+
+
+def test_compiled_templates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As bytecode beside that of modules; what is old, damaged or cannot be written is compiled anew."""
+    package = tmp_path / "package"
+    (package / "__pycache__").mkdir(parents=True)
+    (tmp_path / "cpp").mkdir()
+    monkeypatch.setattr(environments, "__file__", str(package / "environment.py"))
+    monkeypatch.setattr(environments, "resource_folder", lambda name: tmp_path)
+    make = environment.__wrapped__
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    compiled = []
+
+    class Counting(environments.Environment):
+        def compile(self, source, name=None, filename=None, raw=False, defer_init=False):  # type: ignore[no-untyped-def, override]
+            compiled.append(name)
+            return super().compile(source, name, filename, raw, defer_init)
+
+    monkeypatch.setattr(environments, "Environment", Counting)
+
+    def rendered(text: str) -> int:
+        """How many templates were compiled to render this one."""
+        compiled.clear()
+        (tmp_path / "cpp" / "a.jinja").write_text(text)
+        assert make("cpp").get_template("a.jinja").render(x=3) == text.replace("{{ x }}", "3")
+        return len(compiled)
+
+    assert [rendered("{{ x }} a"), rendered("{{ x }} a"), rendered("{{ x }} b"), rendered("{{ x }} b")] == [1, 0, 1, 0]
+    (file,) = (package / "__pycache__").iterdir()
+    whole = file.read_bytes()
+    for damaged in (b"", b"garbage", whole[:20], whole[:-30]):
+        file.write_bytes(damaged)
+        assert rendered("{{ x }} b") == 1
+        assert file.read_bytes() == whole
+    file.unlink()
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    assert [rendered("{{ x }} b"), rendered("{{ x }} b")] == [1, 1]
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    (package / "__pycache__").rmdir()
+    assert [rendered("{{ x }} b"), rendered("{{ x }} b")] == [1, 1]
