@@ -1,60 +1,52 @@
-"""Rendered CUDA kernels as C++ for the CPU: PTX becomes calls of functions, which ``runtime.h`` and ``warpgroups.h`` have."""
+"""Rendered CUDA kernels as C++ for the CPU: PTX becomes calls of functions, which ``runtime.h`` has."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import re
-import struct
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from attngen.backends.base import Launch
+from attngen.backends.cuda import SWIZZLE_128
+from attngen.backends.launcher import ArgumentLayout, TensorMaps
 from attngen.compiler import _Resolver, build_op, plan_op, render_kernel
 from attngen.ops import Ops
 from attngen.ops.op import Op
 from attngen.schedule.hopper import launch_shape, map_boxes
-from attngen.schedule.plan import KernelPlan
+from attngen.schedule.plan import KernelPlan, OpPlan
+from attngen.schedule.planner import plan_kernel
 from attngen.spec import AttentionSpec
 from attngen.target import Target
-from attngen.variant import OpName
+from attngen.variant import OPS, OpName
+from tests.backends.cuda_host.driver import HostDriver
 
-HOPPER = Target.parse("cuda:sm90a")
-_RUNTIME, _WARPGROUPS = (Path(__file__).with_name(name) for name in ("runtime.h", "warpgroups.h"))
-_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_RESIDENT_BLOCKS = 3  # that share the programs of a launch
-# Several instructions that are one function, by a part of them.
-_FUNCTIONS = {
-    "mbarrier.try_wait": "ptx_wait_for",
-    "@first mbarrier.arrive": "ptx_arrive_as_warp",
-    "mov.b32 {low, high}": "ptx_unpack",
-    "cp.async.bulk.tensor": "ptx_cp_async_bulk_tensor",
-    "fence.": "ptx_nothing",
-    "setmaxnreg.": "ptx_nothing",
-}
+HOPPER, CPU = Target.parse("cuda:sm90a"), Target.parse("cpu")
+_COMPILER = ("c++", "-std=c++17", "-O1", "-march=native", "-U_FORTIFY_SOURCE", "-w", "-fPIC")
 
 
 def host_source(plan: KernelPlan) -> str:
-    """C++ of a kernel, with an entry point ``run(blocks, arguments)``."""
+    """C++ of a kernel, with an entry point ``run(blocks, side_by_side, seed, arguments)``."""
     source = _without_ptx(render_kernel(plan).source)
     source = re.sub(
-        r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];",
+        r"extern __shared__ (?:__align__\(1024\) )?([\w ]+) (\w+)\[\];",
         r"\1* const \2 = reinterpret_cast<\1*>(machine::shared);",
         source,
     )
-    source = source.replace("constexpr uint32_t SHARED = 1024;", "constexpr uint32_t SHARED = 0;")
     threads, shared = launch_shape(plan)
     return (
-        f'#include "{_RUNTIME}"\n#include "{_WARPGROUPS}"\nnamespace kernel {{\n{source}\n}}\n'
-        f'extern "C" void run(int blocks, void** arguments) {{\n  machine::blocks_count = blocks;\n'
-        f"  machine::launch(kernel::{plan.entry}, blocks, {threads}, {shared}, arguments);\n}}\n"
+        f'#include "runtime.h"\nnamespace kernel {{\n{source}\n}}\n'
+        f'extern "C" const char* run(int blocks, int side_by_side, uint64_t seed, void** arguments) {{\n'
+        f"  constexpr auto entry = kernel::{plan.entry};\n"
+        f"  return machine::launch<entry>(entry, blocks, side_by_side, {threads}, {shared}, seed, arguments);\n}}\n"
     )
 
 
@@ -81,9 +73,9 @@ def _closing(text: str, start: int) -> int:
 
 
 def _call(inside: str) -> str:
-    head = re.match(r'\s*((?:"[^"]*"\s*)+)', inside)
+    head = re.match(r'\s*((?:"[^"]*"\s*)*)', inside)
     assert head is not None
-    template = "".join(re.findall(r'"([^"]*)"', head[1]))
+    template = "".join(re.findall(r'"([^"]*)"', head[1])).replace("\\n", "\n")
     operands, place = [], head.end()
     for found in re.finditer(r'"[=+&]*[rlfhn]"\s*\(', inside[place:]):
         start = place + found.end() - 1
@@ -93,126 +85,158 @@ def _call(inside: str) -> str:
     return f"{_name(template)}({', '.join(operands)})"
 
 
-def _product(template: str, operands: list[str]) -> str:
-    kind = "Bf16" if ".bf16.bf16" in template else "Fp16"
-    adds, across = re.search(r"setp.ne.b32 adds, (\d)", template), re.search(r"adds, 1, 1, ([01, ]+);", template)
+def _product(template: str, operands: Sequence[str]) -> str:
+    """A product of a warpgroup: its sums are an array, of which the first number stands for all."""
+    form = re.search(r"m64n(\d+)k16\.f32\.(bf16|f16)\.\2 ", template)
+    adds = re.search(r"setp\.ne\.b32 adds, ([01]), 0;", template)
+    across = re.search(r"adds, 1, 1, (?:([01]), )?([01]);", template)
+    assert form is not None
     assert adds is not None
     assert across is not None
-    flags = [adds[1], *across[1].split(", ")]
-    given = [operand for operand in operands if not operand.startswith("sums[")]
-    return f"machine::multiply<machine::{kind}>({', '.join([*flags, 'sums', *given])})"
+    count = int(form[1]) // 2
+    assert [*operands[:count]] == [f"sums[{i}]" for i in range(count)]
+    places = ", ".join(f"%{i}" for i in range(count))
+    assert f"{{{places}}}, " in template
+    numbers = {"bf16": "machine::Bf16", "f16": "machine::Fp16"}[form[2]]
+    flags = f"{form[1]}, {numbers}, {adds[1]}, {across[1] or 0}, {across[2]}"
+    return f"ptx_wgmma<{flags}>({', '.join([operands[0], *operands[count:]])})"
 
 
 def _name(template: str) -> str:
-    for part, function in _FUNCTIONS.items():
-        if part in template:
-            return function
+    """The function that stands for an instruction, or for one in a block with a predicate or with halves of a register."""
     if not template:
         return "ptx_nothing"
+    first = r"(?m)^(?:@\w+ )?((?:mbarrier|cp)\.[\w.:]+)"
+    if template.startswith("{") and (instruction := re.search(first, template)) is not None:
+        name = "ptx_" + re.sub(r"\W", "_", instruction[1])
+        return f"{name}_if_0" if "setp.eq.u32 first, %1, 0;" in template else name
     if template.startswith("{"):
+        if template.count("cvt.f32.f16") == 2:
+            return "ptx_halves"
         return "ptx_low_half" if template.rstrip(" };").endswith("l") else "ptx_high_half"
+    if template.startswith("cp.async.bulk.tensor.4d."):
+        return "ptx_cp_async_bulk_tensor_4d"
     name = "ptx_" + re.sub(r"\W", "_", template.split(maxsplit=1)[0].rstrip(";"))
     immediate = re.search(r", (0x\w+);$", template)
     return f"{name}_{immediate[1]}" if immediate else name
 
 
-@cache
-def _library(source: str) -> ctypes.CDLL:
-    folder = Path(tempfile.mkdtemp(prefix="cuda_host_"))
-    (folder / "kernel.cpp").write_text(source)
-    command = ["c++", "-std=c++17", "-O1", "-march=native", "-w", "-shared", "-fPIC", "kernel.cpp", "-o", "kernel.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def _compile(*arguments: str | Path) -> None:
+    done = subprocess.run([*_COMPILER, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(folder / "kernel.so"))
 
 
-def host_launch(plan: KernelPlan) -> Launch:
-    """The kernel as a function of its blocks and arguments, which are tensors on the CPU."""
-    library = _library(host_source(plan))
-    boxes = dict(zip((arg.name for arg in plan.args if arg.is_map), map_boxes(plan), strict=True))
+@cache
+def _runtime() -> Path:
+    """A folder with the compiled header."""
+    folder = Path(tempfile.mkdtemp(prefix="cuda_host_"))
+    atexit.register(shutil.rmtree, folder)
+    _compile(Path(__file__).with_name("runtime.h"), "-o", folder / "runtime.h.gch")
+    return folder
+
+
+@cache
+def library(source: str) -> ctypes.CDLL:
+    """The compiled kernel of :func:`host_source`."""
+    made = tempfile.mkdtemp(dir=_runtime())
+    path = Path(made, "kernel.cpp")
+    path.write_text(source)
+    _compile("-I", _runtime(), path, "-shared", "-o", path.with_suffix(".so"))
+    loaded = ctypes.CDLL(str(path.with_suffix(".so")))
+    loaded.run.restype = ctypes.c_char_p
+    return loaded
+
+
+known_source = cache(host_source)
+
+
+class MachineError(Exception):
+    """A launch that ends in no way that is allowed: threads wait for each other, or read what is not theirs to read."""
+
+
+def host_launch(plan: KernelPlan, seed: int = 0) -> Launch:
+    """The kernel as a function of its blocks and arguments, which are tensors on the CPU; ``seed`` of who runs when."""
+    kernel = library(known_source(plan))
+    kinds = [arg.element for arg in plan.args if arg.is_map]
+    maps = [
+        TensorMaps(HostDriver(), plan.entry, kind, box, SWIZZLE_128)
+        for kind, box in zip(kinds, map_boxes(plan) if kinds else (), strict=True)
+    ]
+    layout = ArgumentLayout(plan.args, 0, maps, sized_maps=False)
 
     def launch(programs: int, values: Sequence[torch.Tensor | int]) -> None:
-        kept, addresses = [], []
-        for arg, value in zip(plan.args, values, strict=True):
-            word: Any
-            if not isinstance(value, torch.Tensor):
-                word = _TYPES[arg.type](value)
-            elif arg.is_map:
-                word = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
-            else:
-                word = ctypes.c_void_p(value.data_ptr())
-            address = ctypes.addressof(word)
-            if isinstance(value, torch.Tensor) and arg.is_map:
-                address = -(-address // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-                ctypes.memmove(address, _map_words(value, boxes[arg.name]), _MAP_BYTES)
-            kept.append(word)
-            addresses.append(address)
-        blocks = min(programs, _RESIDENT_BLOCKS) if plan.is_resident else programs
-        library.run(ctypes.c_int(blocks), (ctypes.c_void_p * len(addresses))(*addresses))
+        block = ctypes.create_string_buffer(layout.struct.size)
+        layout.pack(block, values)
+        table = (ctypes.c_void_p * len(layout.offsets))(*(ctypes.addressof(block) + at for at in layout.offsets))
+        resident = 1 + seed % 3
+        blocks = min(programs, resident) if plan.is_resident else programs
+        failure = kernel.run(blocks, resident if plan.is_resident else 1, ctypes.c_uint64(seed), table)
+        if failure is not None:
+            raise MachineError(f"{plan.entry}, seed {seed}: {failure.decode()}")
 
     return launch
 
 
-def _map_words(tensor: torch.Tensor, box: tuple[int, ...]) -> bytes:
-    """``machine::Map``."""
-    pitches = [stride * tensor.element_size() for stride in reversed(tensor.stride())]
-    words = struct.pack("@q4q4q2q", tensor.data_ptr(), *reversed(tensor.shape), *pitches, box[3], box[2])
-    return words.ljust(_MAP_BYTES, b"\0")
+def _by_head(plan: KernelPlan, launch: Launch) -> Launch:
+    """The C++ backend's delta ``[tokens, num_qo_heads]`` as that of a GPU, ``[num_qo_heads, tokens]``."""
+    place = [arg.name for arg in plan.args].index("delta") if plan.variant.is_softmax else None
+
+    def transposed(programs: int, values: Sequence[torch.Tensor | int]) -> None:
+        launch(programs, values)
+        if place is not None:
+            delta = values[place]
+            assert isinstance(delta, torch.Tensor)
+            delta.copy_(delta.T.contiguous().view(delta.shape))
+
+    return transposed
 
 
 class HostOp(Op):
     """An op planned for a Hopper GPU whose CUDA kernels run here; the others are those of the C++ backend."""
 
-    def __init__(self, spec: AttentionSpec, op: OpName) -> None:
-        super().__init__(plan_op(spec, op, HOPPER, "cuda"), ())
-        self._spec = spec
+    def __init__(self, spec: AttentionSpec, plan: OpPlan, seed: int) -> None:
+        super().__init__(plan, ())
+        self._seed = seed
+        own = plan_op(spec, plan.op, CPU, "cpp")
+        # Lists are of the tiles of the kernels that read them.
+        kernels = tuple(
+            plan_kernel(plan.variant, plan.op, kernel.schedule, CPU, "cpp", tiles=kernel.tiles, args=kernel.args)
+            if kernel.schedule.endswith("_lists")
+            else own.kernel(kernel.role)
+            for kernel in plan.kernels
+            if kernel.backend != "cuda"
+        )
+        self._others = build_op(spec, replace(own, kernels=kernels))
 
     def load(self, device: torch.device) -> dict[str, tuple[KernelPlan, Launch]]:
         """Plans and launch functions by role."""
         if device not in self._loaded:
-            self._loaded[device] = {kernel.role: (kernel, self._launch(kernel)) for kernel in self.plan.kernels}
+            others = self._others.load(device)
+            if "delta" in others:
+                others = others | {"delta": (others["delta"][0], _by_head(*others["delta"]))}
+            self._loaded[device] = {
+                kernel.role: (kernel, host_launch(kernel, self._seed))
+                if kernel.backend == "cuda"
+                else others[kernel.role]
+                for kernel in self.plan.kernels
+            }
         return self._loaded[device]
-
-    def _launch(self, kernel: KernelPlan) -> Launch:
-        if kernel.backend == "cuda":
-            return host_launch(kernel)
-        if kernel.schedule == "delta":
-            return _delta(kernel)
-        cpu = Target.parse("cpu")
-        plan = plan_op(self._spec, self.plan.op, cpu, "cpp")
-        if kernel.schedule in ("key_lists", "query_lists"):  # of tiles as CUDA's
-            plan = replace(plan, kernels=(replace(kernel, backend="cpp", target=cpu),))
-        return build_op(self._spec, plan).load(torch.device("cpu"))[kernel.role][1]
-
-
-def _delta(plan: KernelPlan) -> Launch:
-    """Triton's kernel in torch, without sinks and gates."""
-
-    def launch(_: int, values: Sequence[torch.Tensor | int]) -> None:
-        named: dict[str, Any] = {arg.name: value for arg, value in zip(plan.args, values, strict=True)}
-        sums = (named["out"].float() * named["dout"].float()).sum(-1).flatten(0, -2)
-        if named["has_dlse"]:
-            sums = sums - named["dlse"]
-        named["delta"].view(sums.shape[1], sums.shape[0]).copy_(sums.T)
-
-    return launch
 
 
 class _HostResolver(_Resolver):
+    seed = 0
+    ops: frozenset[OpName] = frozenset(OPS)
+
     def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
-        return HostOp(self.spec, op)
+        if op in self.ops:
+            plan = plan_op(self.spec, op, HOPPER, "cuda", deterministic=deterministic)
+            if any(kernel.backend == "cuda" for kernel in plan.kernels):
+                return HostOp(self.spec, plan, self.seed)
+        return super().__call__(op, device, deterministic=deterministic)
 
 
-class _BackwardResolver(_Resolver):
-    def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
-        return HostOp(self.spec, op) if op == "backward" else super().__call__(op, device)
-
-
-def host_ops(spec: AttentionSpec) -> Ops:
-    """Ops on CPU tensors by the kernels of a Hopper GPU."""
-    return Ops(spec, _HostResolver(spec, Target.parse("cpu"), "cpp", None), "host")
-
-
-def host_backward_ops(spec: AttentionSpec) -> Ops:
-    """Backward on CPU tensors by the kernels of a Hopper GPU, the other ops by the C++ backend's."""
-    return Ops(spec, _BackwardResolver(spec, Target.parse("cpu"), "cpp", None), "host backward")
+def host_ops(spec: AttentionSpec, seed: int = 0, ops: Iterable[OpName] = OPS) -> Ops:
+    """Ops on CPU tensors by the kernels of a Hopper GPU, those of ``ops``; ``seed`` of the order in which threads run."""
+    resolver = _HostResolver(spec, CPU, "cpp", None)
+    resolver.seed, resolver.ops = seed, frozenset(ops)
+    return Ops(spec, resolver, "host")
