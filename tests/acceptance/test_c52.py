@@ -58,5 +58,8 @@ def test_c52_first_call_in_many_processes(tmp_path: Path) -> None:
         reports = [child.report() for child in children]
         assert all(report.items() >= DECODED.items() for report in reports)
         assert sum(len(report["builds"]) for report in reports) == kernels_built
-        assert not any(report["warnings"] for report in reports)
+        # On a busy machine a build takes so long that those who wait for it say so, once for each kernel.
+        waits = [warning for report in reports for warning in report["warnings"]]
+        assert all("waits up to" in warning for warning in waits)
+        assert all(len(report["warnings"]) <= kernels_built for report in reports)
         assert list((tmp_path / "cache" / "building").iterdir()) == []
