@@ -109,11 +109,20 @@ class Storage:
         """Whether numbers are not simply their elements."""
         return self.row.largest > 0
 
+    @property
+    def block_scale_bytes(self) -> int:
+        """Bytes of one block scale, or zero point; 0 without block scales."""
+        return DTYPES[self.row.block_scale].itemsize if self.block else 0
+
+    def block_bytes(self, head_dim: int) -> int:
+        """Bytes of the block scales, and zero points, of one token of one head."""
+        if not self.block:
+            return 0
+        return head_dim // self.block * (2 if self.zero_point else 1) * self.block_scale_bytes
+
     def bytes_per_token(self, head_dim: int) -> float:
         """Bytes of one token of one head, scales of tokens and blocks included."""
-        blocks = head_dim // self.block * (2 if self.zero_point else 1) if self.block else 0
-        scales = blocks * DTYPES[self.row.block_scale].itemsize if blocks else 0
-        return head_dim * self.row.bits / 8 + scales + (4 if self.scale == "token" else 0)
+        return head_dim * self.row.bits / 8 + self.block_bytes(head_dim) + (4 if self.scale == "token" else 0)
 
 
 def alignment_of(row_bytes: int) -> int:

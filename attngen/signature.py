@@ -17,8 +17,33 @@ OPS: tuple[OpName, ...] = ("prefill", "decode", "backward", "append")
 Layout = Literal["padded", "ragged", "paged"]
 
 
+class Sizes:
+    """What follows from the sizes of an op, wherever they stand."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_pe: int
+    dtype: str
+
+    @property
+    def compute_dtype(self) -> str:
+        """What q is computed in, and the gate; stored numbers, too, where the hardware does not multiply them as they are."""
+        return widened(self.dtype)
+
+    @property
+    def head_dim_main(self) -> int:
+        """Width of the tensors q and k: all columns but those of q_pe and k_pe."""
+        return self.head_dim_qk - self.head_dim_pe
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
 @dataclass(frozen=True)
-class Signature:
+class Signature(Sizes):
     """What one op takes and gives; attributes as of :class:`attngen.variant.Variant`, which makes it.
 
     Attributes:
@@ -53,21 +78,6 @@ class Signature:
     norm_weights: tuple[str | None, str | None]
     gradient_params: tuple[Param, ...]
     differentiable: tuple[str, ...]
-
-    @property
-    def compute_dtype(self) -> str:
-        """What numbers of q are computed in, and the gate's dtype."""
-        return widened(self.dtype)
-
-    @property
-    def head_dim_main(self) -> int:
-        """Width of the tensors q and k: all columns but those of q_pe and k_pe."""
-        return self.head_dim_qk - self.head_dim_pe
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one key head."""
-        return self.num_qo_heads // self.num_kv_heads
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal
 
 from attngen.dtypes import Storage, widened
 from attngen.errors import SpecError, UnsupportedError
-from attngen.ir.expr import SCORE, TRUE, Expr, K, Load, Q, coords
+from attngen.ir.differentiate import differentiate
+from attngen.ir.expr import SCORE, TRUE, Const, Expr, K, Load, Q, coords
 from attngen.ir.loads import position_step
 from attngen.ir.params import Param
 from attngen.ir.simplify import simplify
-from attngen.signature import OPS, Layout, OpName, Signature
+from attngen.signature import OPS, Layout, OpName, Signature, Sizes
 from attngen.spec import MLA, AttentionSpec, Heads, Paged, QKNorm, Rope, Softmax
 
 _BLOCK = 16  # queries or keys, from which on masks are told to be of blocks
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Sizes):
     """What one op of a spec computes.
 
     Attributes:
@@ -70,24 +72,19 @@ class Variant:
     value_source: Literal["values", "keys"] = "values"
 
     @property
-    def compute_dtype(self) -> str:
-        """What stored keys and values are widened to where the hardware does not multiply them as they are."""
-        return widened(self.dtype)
-
-    @property
-    def head_dim_main(self) -> int:
-        """Width of the tensors q and k: all columns but those of q_pe and k_pe."""
-        return self.head_dim_qk - self.head_dim_pe
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one key head."""
-        return self.num_qo_heads // self.num_kv_heads
-
-    @property
     def has_score_mod(self) -> bool:
         """Whether the logit is anything but the scaled dot product."""
         return self.score != SCORE
+
+    @cached_property
+    def dscore(self) -> Expr:
+        """Derivative of the logit with respect to the scaled dot product."""
+        return differentiate(self.score, SCORE)
+
+    @property
+    def score_slope_is_one(self) -> bool:
+        """Whether that is identically 1, as with additive biases."""
+        return self.dscore == Const(1.0)
 
     @property
     def score_loads(self) -> tuple[Load, ...]:

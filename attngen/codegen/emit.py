@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from attngen.codegen.printer import Dialect, Printer, float32_literal
 from attngen.codegen.samples import Samples, samples, tiles_at_once
-from attngen.ir.differentiate import differentiate, param_gradients
-from attngen.ir.expr import SCORE, TRUE, Binary, Const, Expr, Extent, Load, Local, Type, coords
+from attngen.ir.differentiate import param_gradients
+from attngen.ir.expr import TRUE, Binary, Const, Expr, Extent, Load, Local, Type, coords
 from attngen.ir.hoist import Hoisted, hoist
 from attngen.ir.intervals import position_axes
 from attngen.ir.simplify import add_signed, of_product, signed_terms
@@ -196,18 +196,14 @@ class Emit:
         """The mask, a bool; coordinates ``b h q k``."""
         return self.expr(self._plan.variant.mask, **names)
 
-    @cached_property
-    def _dscore(self) -> Expr:
-        return differentiate(self._plan.variant.score, SCORE)
-
     @property
     def score_slope_is_one(self) -> bool:
         """Whether d logit / d score is identically 1 (additive biases)."""
-        return self._dscore == Const(1.0)
+        return self._plan.variant.score_slope_is_one
 
     def dscore(self, **names: str) -> str:
         """Derivative of the logit with respect to the scaled score; coordinates ``score b h q k``."""
-        return self.expr(self._dscore, **names)
+        return self.expr(self._plan.variant.dscore, **names)
 
     def hoisted_logit(self, base_2: bool, /, *, slope: bool = False, **names: str) -> HoistedLogit:
         """The logit of the raw dot product: scale and ``log2(e)`` folded in, taken apart by how often a part is computed.
@@ -220,7 +216,7 @@ class Emit:
         variant = self._plan.variant
         exprs = [of_product(variant.score, variant.sm_scale, base_2=base_2)]
         if slope:
-            exprs.append(of_product(self._dscore, variant.sm_scale))
+            exprs.append(of_product(variant.dscore, variant.sm_scale))
         definitions, (text, *rest) = self._hoisted(exprs, names)
         return HoistedLogit(*definitions, text, rest[0] if rest else "")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from attngen.dtypes import DTYPES, Storage
+from attngen.dtypes import Storage
 from attngen.ir.expr import coords
 from attngen.schedule.launch import PIECE, in_pieces
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
 
 ARCH = "sm90a"
-_MAX_PACKED_ROWS = 8
+_MAX_GROUP = 8
 _CHUNK = 16  # bytes of a row that a thread copies at a time
 _CONSUMER_ROWS = 64  # queries of a warpgroup
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
@@ -81,28 +81,15 @@ def _serves_packed(variant: Variant) -> bool:
         and not variant.dropout
         and variant.value_source == "values"
         and not variant.head_dim_pe
-        and variant.group_size <= _MAX_PACKED_ROWS
+        and variant.group_size <= _MAX_GROUP
         and any(storage.is_quantized for storage in storages)
         and all(storage.is_quantized or storage.dtype == variant.compute_dtype for storage in storages)
         and (variant.compute_dtype == "bf16" or not any(storage.block for storage in storages))
         and all(dim % 64 == 0 and dim <= 256 for dim in (variant.head_dim_qk, variant.head_dim_vo))
-        and all(
-            _fits_copies(storage, dim)
-            for storage, dim in zip(storages, (variant.head_dim_qk, variant.head_dim_vo), strict=True)
-        )
+        # Scales of a token are copied without registers, in pieces of 4 bytes or more.
+        and variant.k_storage.block_bytes(variant.head_dim_qk) % 4 == 0
+        and variant.v_storage.block_bytes(variant.head_dim_vo) % 4 == 0
     )
-
-
-def _fits_copies(storage: Storage, head_dim: int) -> bool:
-    """Whether block scales of a token come in pieces of 4 bytes or more, the least that is copied without registers."""
-    return block_bytes(storage, head_dim) % 4 == 0
-
-
-def block_bytes(storage: Storage, head_dim: int) -> int:
-    """Bytes of a token's block scales."""
-    if not storage.block:
-        return 0
-    return head_dim // storage.block * (2 if storage.zero_point else 1) * DTYPES[storage.row.block_scale].itemsize
 
 
 def launch_shape(plan: KernelPlan) -> tuple[int, int]:
@@ -126,7 +113,7 @@ def _packed_rows_bytes(plan: KernelPlan) -> int:
     if variant.k_storage.dtype == "int4":  # and their sums over the dims of each scale
         queries += columns * variant.head_dim_qk // variant.k_storage.block * 4
     sides = ((variant.k_storage, variant.head_dim_qk), (variant.v_storage, variant.head_dim_vo))
-    row = sum(_pitch(dim * storage.row.bits // 8) + block_bytes(storage, dim) for storage, dim in sides)
+    row = sum(_pitch(dim * storage.row.bits // 8) + storage.block_bytes(dim) for storage, dim in sides)
     row += sum(4 for storage, _ in sides if storage.scale == "token")
     stage = -(-tiles.kv * row // _CHUNK) * _CHUNK
     results = tiles.num_warps * tiles.q * (variant.head_dim_vo + 4 + 2) * 4

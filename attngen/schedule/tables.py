@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.dtypes import DTYPES
-from attngen.ir.differentiate import differentiate
-from attngen.ir.expr import SCORE, TRUE, Const
+from attngen.ir.expr import TRUE
 from attngen.schedule.plan import Tiles
 from attngen.schedule.reading import smallest_depth
 from attngen.target import Target
@@ -256,7 +255,7 @@ def choose_tiles(
             and (rows or variant.group_size) >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
-            and row.sloped in (None, differentiate(variant.score, SCORE) != Const(1.0))
+            and (row.sloped is None or row.sloped != variant.score_slope_is_one)
             and row.mask_data <= variant.mask_reads_data
             and row.mask_pairs <= variant.mask_reads_pairs
             and row.table <= (variant.rope is not None and variant.rope.table is not None)
