@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import attngen as ag
-from benchmarks.measure import Row, as_graph, relative_error, report, time_gpu
+from benchmarks.measure import Row, as_graph, relative_error, report, time_gpu, versions
 
 HEADS, CKV, KPE, PAGE = 128, 512, 64, 64
 SCALE = (128 + 64) ** -0.5
@@ -117,4 +117,4 @@ def measure(ops: ag.Ops, sizes: tuple[tuple[int, int, int], ...] = SIZES, **timi
 if __name__ == "__main__":
     compiled = ag.compile(declared(), backend="triton")
     compiled.warmup("decode")
-    report("gpu-latent", measure(compiled), triton=__import__("triton").__version__)
+    report("gpu-latent", measure(compiled), **versions())

@@ -16,7 +16,7 @@ import attngen as ag
 from attngen.dtypes import DTYPES, Storage, dequantize
 from attngen.ops.checks import torch_dtype
 from attngen.variant import normalize
-from benchmarks.measure import Row, as_graph, relative_error, report, time_gpu
+from benchmarks.measure import Row, as_graph, relative_error, report, time_gpu, versions
 
 BATCH, KEYS, HEADS, DIM = 64, 8192, 8, 128
 STORAGES: dict[str, dict[str, Any]] = {
@@ -88,4 +88,4 @@ def decode(name: str, page: int) -> list[Row]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    report("gpu-storage", [row for page in (16, 64) for name in STORAGES for row in decode(name, page)])
+    report("gpu-storage", [row for page in (16, 64) for name in STORAGES for row in decode(name, page)], **versions())

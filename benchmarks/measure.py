@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of ``exact``."""
     got, exact = got.double(), exact.double()
     return float((got - exact).norm() / exact.norm())
+
+
+def versions() -> dict[str, str]:
+    """Of the installed systems that take part on a GPU."""
+    names = ("triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python")
+    found = {name: [d.version for d in distributions(name=name)] for name in names}
+    return {name: numbers[0] for name, numbers in found.items() if numbers}
 
 
 def report(name: str, rows: list[Row], **notes: Any) -> None:

@@ -1,4 +1,4 @@
-"""The variants that are measured, in attngen's words and in FlexAttention's: 2 requests x 8192, d 128, causal."""
+"""What is measured, in attngen's words, in FlexAttention's and in FlashAttention's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,33 @@ class Setting:
         mask: FlexAttention's ``mask_mod``.
         score: its ``score_mod``.
         params: attngen's run-time tensors.
+        flash: arguments of ``flash_attn_func``; ``None`` where it has no words for it.
     """
 
     name: str
     fields: dict[str, Any]
-    mask: Mod
+    mask: Mod | None
     score: Mod | None = None
     params: dict[str, torch.Tensor] = field(default_factory=dict)
+    flash: dict[str, Any] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is full or causal attention."""
+        return self.flash in ({"causal": False}, {"causal": True})
+
+    def blocks(self, batch: int, length: int, device: str) -> Any:
+        """FlexAttention's block mask."""
+        if self.mask is None:
+            return None
+        return create_block_mask(self.mask, batch if self.params else None, None, length, length, device=device)
+
+    def visible_pairs(self, batch: int, length: int, device: str) -> int:
+        """Pairs that the mask keeps in one head, over the batch; causal attention counts half of all pairs."""
+        if self.is_plain:
+            return batch * length**2 // (2 if self.mask else 1)
+        q, k = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
+        return sum(int(self.mask(b, 0, q, k).sum()) for b in range(batch))
 
 
 def document_ids(device: str) -> torch.Tensor:
@@ -41,12 +61,16 @@ def document_ids(device: str) -> torch.Tensor:
     return torch.searchsorted(cuts, positions, right=True).int().to(device)
 
 
-def settings(ids: torch.Tensor, num_heads: int) -> list[Setting]:
-    """Those that are measured."""
+FULL = Setting("full", {}, None, flash={"causal": False})
+CAUSAL = Setting("causal", {"mask": ag.Causal()}, lambda b, h, i, j: i >= j, flash={"causal": True})
+
+
+def variants(ids: torch.Tensor, num_heads: int) -> list[Setting]:
+    """Modified attention, and causal attention to compare it with."""
     slopes = torch.exp2(-8 * torch.arange(1, num_heads + 1, device=ids.device) / num_heads)
     causal = ag.Causal()
     return [
-        Setting("causal", {"mask": causal}, lambda b, h, i, j: i >= j),
+        CAUSAL,
         Setting(
             "alibi",
             {"mask": causal, "score_mods": (ag.ALiBi(),)},
@@ -58,11 +82,13 @@ def settings(ids: torch.Tensor, num_heads: int) -> list[Setting]:
             {"mask": causal, "score_mods": (ag.SoftCap(cap=30.0),)},
             lambda b, h, i, j: i >= j,
             lambda s, b, h, i, j: 30 * torch.tanh(s / 30),
+            flash={"causal": True, "softcap": 30.0},
         ),
         Setting(
             "window 1024",
             {"mask": causal & ag.SlidingWindow(left=1023)},
             lambda b, h, i, j: (i >= j) & (i - j <= 1023),
+            flash={"causal": True, "window_size": (1023, 0)},
         ),
         Setting(
             "document",
@@ -71,14 +97,3 @@ def settings(ids: torch.Tensor, num_heads: int) -> list[Setting]:
             params={"doc_ids": ids},
         ),
     ]
-
-
-def blocks_of(mask: Mod, device: str) -> Any:
-    """FlexAttention's block mask."""
-    return create_block_mask(mask, BATCH, None, LENGTH, LENGTH, device=device)
-
-
-def visible_pairs(mask: Mod, device: str) -> int:
-    """Pairs that the mask keeps in one head, over the batch."""
-    q, k = torch.arange(LENGTH, device=device)[:, None], torch.arange(LENGTH, device=device)
-    return sum(int(mask(b, 0, q, k).sum()) for b in range(BATCH))
