@@ -31,7 +31,7 @@ class Outcome:
 
 
 def run_in_child(suite: str, start: int, stop: int, timeout: float) -> list[Outcome]:
-    """Cases ``start .. stop`` of ``interpret`` or ``cuda`` in a watched child; cases it never reached are failures."""
+    """Cases ``start .. stop`` of a suite in a watched child; cases it never reached are failures."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONWARNINGS": "default"}
     env["TRITON_INTERPRET"] = "1" if suite == "interpret" else "0"
     command = [sys.executable, "-m", "tests.numerics.worker", suite, str(start), str(stop)]
@@ -56,14 +56,17 @@ def run_in_child(suite: str, start: int, stop: int, timeout: float) -> list[Outc
 
 
 def suite_cases(suite: str) -> list[Any]:
-    """The corpus of a suite.
+    """``interpret``: the corpus by Triton's interpreter; on a GPU, ``cuda``: the corpus, ``draws``: 1,000 random cases.
 
     Triton's interpreter computes bf16 products wrongly, so it runs fp32 and fp16. It is slow, and runs no shipped specs, which are
     made of what other cases cover.
     """
     import attngen as ag
     from tests.numerics.cases import corpus, widened
+    from tests.numerics.draws import draws
 
+    if suite == "draws":
+        return draws(200)
     if suite == "cuda":
         return [*corpus(("bf16", "fp16", "fp32")), *widened(corpus(("bf16", "fp16")))]
     shipped = tuple(f"{name}-" for name in ag.shipped_specs())
@@ -91,7 +94,7 @@ def _backends(suite: str, case: Any) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Child's entry point."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("suite", choices=("interpret", "cuda"))
+    parser.add_argument("suite", choices=("interpret", "cuda", "draws"))
     parser.add_argument("start", type=int)
     parser.add_argument("stop", type=int)
     options = parser.parse_args(arguments)
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # uninitialized memory is filled with NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
-    device = "cuda" if options.suite == "cuda" else "cpu"
+    device = "cpu" if options.suite == "interpret" else "cuda"
     for case in suite_cases(options.suite)[options.start : options.stop]:
         began = time.perf_counter()
         try:
