@@ -43,6 +43,15 @@ def backward(backend: str | None) -> list[Row]:
     return [row for cell in _cells(backend) for row in passes.backward(cell)]
 
 
+def fp8(backend: str | None) -> list[Row]:
+    """16,384 tokens of 16 heads of 128 in fp8_e4m3, beside FlashAttention-3."""
+    rows = []
+    for setting in (FULL, CAUSAL):
+        cell = Cell(setting, 1, TOKENS, HIDDEN // 128, 128, backend, dtype="fp8_e4m3")
+        rows += passes.forward(cell)
+    return rows
+
+
 def _paged(batch: int, length: int, heads: int, dim: int, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     pages = length // page
     caches = [torch.randn(batch * pages, page, heads, dim, device="cuda").bfloat16() for _ in range(2)]
@@ -126,7 +135,7 @@ def overhead(backend: str | None) -> list[Row]:
     return [Row("host time of a decode call", "attngen", ms, 0.0, "", 0.0)]
 
 
-GROUPS = {"prefill": prefill, "backward": backward, "decode": decode, "overhead": overhead}
+GROUPS = {"prefill": prefill, "fp8": fp8, "backward": backward, "decode": decode, "overhead": overhead}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import attngen as ag
+from attngen.ops.checks import torch_dtype
 from benchmarks.measure import Row, relative_error, time_gpu
 from benchmarks.peers import peers, sdpa
 from benchmarks.settings import Setting
@@ -18,10 +19,11 @@ from benchmarks.settings import Setting
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting at one size; bf16, random data ``[batch, length, heads, dim]``.
+    """One setting at one size; random data ``[batch, length, heads, dim]``.
 
     Attributes:
         backend: of attngen; ``None`` is its own choice.
+        dtype: of queries, keys and values: ``bf16`` or ``fp8_e4m3``.
     """
 
     setting: Setting
@@ -30,19 +32,22 @@ class Cell:
     heads: int
     dim: int
     backend: str | None = None
+    dtype: str = "bf16"
 
     def __str__(self) -> str:
-        return f"d{self.dim} h{self.heads} s{self.length} b{self.batch} {self.setting.name}"
+        dtype = "" if self.dtype == "bf16" else f" {self.dtype}"
+        return f"d{self.dim} h{self.heads} s{self.length} b{self.batch} {self.setting.name}{dtype}"
 
     def tensors(self, count: int) -> list[torch.Tensor]:
         """Random inputs."""
         shape = (self.batch, self.length, self.heads, self.dim)
-        return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        return [torch.randn(*shape, device="cuda").to(torch_dtype(self.dtype)) for _ in range(count)]
 
     def ops(self) -> ag.Ops:
         """attngen's."""
         heads = ag.MHA(num_heads=self.heads, head_dim=self.dim)
-        return ag.compile(ag.AttentionSpec(heads=heads, **self.setting.fields), backend=self.backend, ops=())
+        spec = ag.AttentionSpec(heads=heads, dtype=self.dtype, **self.setting.fields)
+        return ag.compile(spec, backend=self.backend, ops=())
 
     @property
     def work(self) -> float:
@@ -53,8 +58,8 @@ class Cell:
 def forward(cell: Cell) -> list[Row]:
     """TFLOP/s of every system."""
     q, k, v = cell.tensors(3)
-    others = peers(cell.setting, cell.batch, cell.length)
-    exact = _exact(cell, others)(q, k, v)
+    others = peers(cell.setting, cell.batch, cell.length, cell.dtype)
+    exact = _exact(cell, others)(*(x.bfloat16() for x in (q, k, v)))
     ours = partial(cell.ops().prefill, q, k, v, params=cell.setting.params)
     calls = {"attngen": ours} | {name: partial(peer, q, k, v) for name, peer in others.items()}
     return _timed(f"prefill {cell}", calls, lambda out: relative_error(out, exact), cell.work)

@@ -22,9 +22,10 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 flex = torch.compile(flex_attention, dynamic=False)
 
 
-def peers(setting: Setting, batch: int, length: int) -> dict[str, Attend]:
-    """Every system that computes the setting, by name."""
-    return dict(_peers(setting, batch, length))
+def peers(setting: Setting, batch: int, length: int, dtype: str = "bf16") -> dict[str, Attend]:
+    """Every system that computes the setting with inputs of this dtype, by name."""
+    found = dict(_peers(setting, batch, length))
+    return found if dtype == "bf16" else {name: peer for name, peer in found.items() if name == "fa3"}
 
 
 def _peers(setting: Setting, batch: int, length: int) -> Iterator[tuple[str, Attend]]:

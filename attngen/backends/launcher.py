@@ -86,7 +86,8 @@ class TensorMaps:
 
     def __init__(self, driver: Any, entry: str, dtype: str, box: Sequence[int], swizzle: int) -> None:
         self._driver, self._entry, self._box = driver, entry, tuple(box)
-        name = f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[dtype].torch_name.upper()}"
+        kind = "uint8" if DTYPES[dtype].itemsize == 1 else DTYPES[dtype].torch_name
+        name = f"CU_TENSOR_MAP_DATA_TYPE_{kind.upper()}"
         self._kind = getattr(driver.CUtensorMapDataType, name)
         self._swizzle = driver.CUtensorMapSwizzle(swizzle)
         self._known: dict[Any, list[Any]] = {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attngen.dtypes import Storage
+from attngen.dtypes import DTYPES
 from attngen.ir.expr import coords
-from attngen.schedule.launch import PIECE, in_pieces
+from attngen.schedule.launch import ROW_BYTES, in_pieces
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
 
@@ -30,16 +30,16 @@ def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> b
 
 
 def _serves_query_tiles(variant: Variant) -> bool:
-    """Many queries of one head, in prefill: plain tensors of 16-bit numbers.
+    """Many queries of one head, in prefill: queries, keys and values of one dtype that the tensor cores multiply.
 
     What reads data of pairs waits for memory, which Triton's smaller tiles hide better. Narrower heads would leave half of
     shared memory empty.
     """
-    plain = Storage(variant.dtype)
+    itemsize = DTYPES[variant.dtype].itemsize
     return (
         variant.is_softmax
-        and variant.dtype in ("bf16", "fp16")
-        and variant.k_storage == variant.v_storage == plain
+        and variant.dtype in ("bf16", "fp16", "fp8_e4m3")
+        and all(s.dtype == variant.dtype and s.scale != "token" for s in (variant.k_storage, variant.v_storage))
         and variant.kv_layout != "paged"
         and not variant.is_transformed
         and not variant.dropout
@@ -47,7 +47,10 @@ def _serves_query_tiles(variant: Variant) -> bool:
         and not variant.head_dim_pe
         and not variant.mask_reads_pairs
         and not variant.score_reads_pairs
-        and all(32 < dim <= 256 for dim in (variant.head_dim_qk, variant.head_dim_vo))
+        and all(
+            2 * dim * itemsize > ROW_BYTES and dim <= 256 and dim * itemsize % _CHUNK == 0
+            for dim in (variant.head_dim_qk, variant.head_dim_vo)
+        )
     )
 
 
@@ -127,16 +130,20 @@ def _pitch(row_bytes: int) -> int:
 
 def _query_tiles_bytes(plan: KernelPlan) -> int:
     """Shared memory of a kernel over tiles of queries: these, keys and values, barriers, and what there is to do."""
-    tiles, variant, row = plan.tiles, plan.variant, 2 * PIECE
-    qk, vo = (-(-dim // PIECE) * row for dim in (variant.head_dim_qk, variant.head_dim_vo))
-    barriers = 8 * (2 * tiles.q_stages * tiles.q // _CONSUMER_ROWS + 4 * tiles.num_stages + 2 * _ITEMS)
+    tiles, variant = plan.tiles, plan.variant
+    itemsize = DTYPES[variant.dtype].itemsize
+    qk, vo = (in_pieces(dim, itemsize) * itemsize for dim in (variant.head_dim_qk, variant.head_dim_vo))
+    # Values of 8 bits lie there a second time, turned.
+    turned = in_pieces(tiles.kv, 1) * variant.head_dim_vo if itemsize == 1 else 0
+    rings = 4 if itemsize > 1 else 6
+    barriers = 8 * (2 * tiles.q_stages * tiles.q // _CONSUMER_ROWS + rings * tiles.num_stages + 2 * _ITEMS)
     # Up to four columns that keys read from memory, of two tiles, for each warpgroup.
     loads = {*variant.score_loads, *variant.mask_loads}
     gathered = 4 * 4 * 2 * tiles.kv * tiles.q // _CONSUMER_ROWS if any(coords(load) & {"k"} for load in loads) else 0
     return (
         gathered
         + tiles.q_stages * tiles.q * qk
-        + tiles.num_stages * tiles.kv * (qk + vo)
+        + tiles.num_stages * (tiles.kv * (qk + vo) + turned)
         + barriers
         + _ITEMS * _ITEM
         + 4 * tiles.num_stages
@@ -148,4 +155,4 @@ def map_boxes(plan: KernelPlan) -> list[tuple[int, ...]]:
     tiles = plan.tiles
     q_rows = tiles.q if plan.schedule == "dqkv" else _CONSUMER_ROWS
     rows = {"q_tiles": q_rows, "dout_tiles": q_rows, "k_tiles": tiles.kv, "v_tiles": tiles.kv}
-    return [(1, 1, rows[arg.name], PIECE) for arg in plan.args if arg.is_map]
+    return [(1, 1, rows[arg.name], ROW_BYTES // DTYPES[arg.element].itemsize) for arg in plan.args if arg.is_map]

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from attngen.target import Target
 
-PIECE = 64  # dims of a tile that lie in one row of shared memory
+ROW_BYTES = 128  # of a tile in shared memory
 
 
-def in_pieces(head_dim: int) -> int:
-    """Columns that a head dim takes in shared memory, whose rows have 128 bytes."""
-    return -(-head_dim // PIECE) * PIECE
+def in_pieces(columns: int, itemsize: int = 2) -> int:
+    """Columns that so many take in shared memory, where wide tiles lie in pieces of one row."""
+    piece = ROW_BYTES // itemsize
+    return -(-columns // piece) * piece
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,9 @@ TRITON = (
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
 # bytes in flight the same.
 CUDA = (
+    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8),
+    Row("prefill", 192, Tiles(128, 128, 12, 2, maps=True, in_turns=True), kv_bits=8),
+    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), kv_bits=8),
     Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True)),
     Row("prefill", 128, Tiles(128, 176, 12, 2, maps=True, in_turns=True), masked=False, plain=True),
     Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True)),

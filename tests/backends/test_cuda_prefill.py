@@ -56,6 +56,9 @@ SERVED = {
     "dilated": _spec(mask=CAUSAL & ag.Dilated(3)),
     "sink": _spec(mask=CAUSAL, normalizer=ag.Softmax(sink=True), output_gate="gate"),
     "negative": _spec(mask=CAUSAL, sm_scale=-0.1),
+    "fp8": _spec(mask=CAUSAL, dtype="fp8_e4m3"),
+    "fp8-unequal": _spec((192, 128), mask=CAUSAL, dtype="fp8_e4m3"),
+    "fp8-wide": _spec((256, 256), dtype="fp8_e4m3", kv=ag.Ragged(scale="head"), score_mods=(CAP,)),
 }
 ELSEWHERE = {
     "fp32": _spec(dtype="fp32"),
@@ -67,6 +70,8 @@ ELSEWHERE = {
     "norm": _spec(qk_norm=ag.QKNorm()),
     "pairs": _spec(mask=ag.Dense("visible")),
     "narrow": _spec((32, 32)),
+    "fp8-tokens": _spec(dtype="fp8_e4m3", kv=ag.Contiguous(scale="token")),
+    "fp8-narrow": _spec((64, 64), dtype="fp8_e4m3"),
 }
 
 
@@ -111,7 +116,8 @@ def test_constants_are_left_to_the_exponential_and_rows_to_their_end() -> None:
 @pytest.mark.parametrize("index", range(len(PREFILL)))
 def test_every_row_of_the_table_fits_a_multiprocessor(index: int) -> None:
     row = PREFILL[index]
-    wide = _spec((row.head_dim, row.head_dim), mask=ag.Document("ids") if row.masked is not False else ag.Full())
+    mask = ag.Document("ids") if row.masked is not False else ag.Full()
+    wide = _spec((row.head_dim, row.head_dim), mask=mask, dtype="fp8_e4m3" if row.kv_bits == 8 else "bf16")
     plan = replace(_forward(wide), tiles=row.tiles)
     assert launch_shape(plan)[1] <= SHARED
     assert row.tiles.maps

@@ -80,6 +80,8 @@ def _spec(random: Random, op: OpName, dtype: str) -> ag.AttentionSpec:
     if random.random() < 0.3:
         mask = mask & random.choice((ag.Causal(), ag.SlidingWindow(left=33), ag.Chunked(40), ag.Document("doc_ids")))
     fields: dict[str, Any] = {"mask": mask, "dtype": dtype}
+    if op != "backward" and random.random() < 0.3:
+        fields["out_dtype"] = random.choice(("fp16", "bf16", "fp32"))
     if random.random() < 0.5:
         fields["score_mods"] = tuple(random.sample(MODS, random.choice((1, 1, 2))))
     if random.random() < 0.3:

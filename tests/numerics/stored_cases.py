@@ -38,6 +38,8 @@ ENDS = {
     "narrow-e4m3-rope": (16, {"kv": ag.Paged(page_size=8, dtype="fp8_e4m3"), "rope": ag.Rope()}),
     "narrow-int8-pairs": (16, {"kv": ag.Ragged(dtype="int8"), "rope": ag.Rope(interleaved=True)}),
     "narrow-fp8-queries": (16, {"kv": ag.Paged(page_size=16), "dtype": "fp8_e4m3"}),
+    "fp8-queries-heads": (128, {"kv": ag.Contiguous(scale="head"), "dtype": "fp8_e4m3"}),
+    "fp8-queries": (256, {"kv": ag.Ragged(), "dtype": "fp8_e4m3", "score_mods": (ag.SoftCap(cap=5.0),)}),
 }
 
 

@@ -79,9 +79,38 @@ TRAINED: dict[str, dict[str, Any]] = {
     "narrow": {"heads": ag.GQA(2, 2, 96, head_dim_vo=80), "mask": ag.Causal()},
 }
 
+# Other numbers: of out, and 8-bit ones of queries, keys and values, with factors of tensors and heads.
+SERVED: dict[str, dict[str, Any]] = {
+    "fp16-out": {"heads": ag.MHA(1, 64), "mask": ag.Causal(), "out_dtype": "fp16"},
+    "bf16-out": {"heads": ag.MHA(1, 64), "mask": ag.Causal(), "dtype": "fp16", "out_dtype": "bf16"},
+    "fp8": {"heads": ag.MHA(2, 128), "mask": ag.Causal(), "dtype": "fp8_e4m3"},
+    "fp8-soft-cap": {
+        "heads": ag.MHA(2, 128, head_dim_vo=96),
+        "dtype": "fp8_e4m3",
+        "kv": ag.Ragged(scale="head"),
+        "score_mods": (ag.SoftCap(cap=5.0),),
+        "out_dtype": "fp16",
+    },
+    "fp8-window": {
+        "heads": ag.MHA(1, 256),
+        "mask": WINDOW,
+        "dtype": "fp8_e4m3",
+        "kv": ag.Ragged(),
+        "normalizer": ag.Softmax(sink=True),
+    },
+    "fp8-wide": {"heads": ag.MHA(2, 192, head_dim_vo=128), "mask": ag.Causal(), "dtype": "fp8_e4m3"},
+    "fp8-documents": {
+        "heads": ag.MHA(1, 80),
+        "mask": ag.Causal() & ag.Document("doc_ids"),
+        "dtype": "fp8_e4m3",
+        "kv": ag.Ragged(),
+        "score_mods": (ag.ALiBi(),),
+    },
+}
+
 
 def _case(name: str, op: OpName) -> Case:
-    fields = TRAINED[name]
+    fields = (TRAINED | SERVED)[name]
     if op == "prefill":  # heads of a group have a second kernel, of Triton
         heads = fields["heads"]
         fields = fields | {"heads": ag.MHA(heads.num_kv_heads, heads.head_dim, head_dim_vo=heads.head_dim_vo)}
@@ -99,7 +128,7 @@ MANY = (
 )
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *SERVED])
 def test_prefill(name: str) -> None:
     case = _case(name, "prefill")
     assert plan_op(case.spec, "prefill", HOPPER, "cuda").kernel("forward").backend == "cuda"

@@ -73,12 +73,12 @@ inline void end_copy_groups(size_t left) {
 
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-inline int box_bytes(const Map& map) { return 2 * map.box[0] * map.box[1] * map.box[2] * map.box[3]; }
+inline int box_bytes(const Map& map) { return int(map.pitches[0]) * map.box[0] * map.box[1] * map.box[2] * map.box[3]; }
 
 inline void start_box(uint32_t to, const void* map, uint32_t barrier, int dim, int token, int head, int request) {
   BoxCopy copy{{}, to, barrier, {dim, token, head, request}};
   std::memcpy(&copy.map, map, sizeof copy.map);
-  if (to % 128 || copy.map.box[0] != 64 || copy.map.swizzle != 3) FAIL("block %d: a box at %u", block->number, to);
+  if (to % 128 || copy.map.box[0] * copy.map.pitches[0] != 128 || copy.map.swizzle != 3) FAIL("block %d: a box at %u", block->number, to);
   poison(to, box_bytes(copy.map));
   block->copies.push_back(copy);
   yield();
@@ -91,15 +91,16 @@ inline void land(const BoxCopy& copy) {
     const uint32_t at[] = {row % map.box[1], row / map.box[1] % map.box[2], row / map.box[1] / map.box[2]};
     const bool exists = inside(1, at[0]) && inside(2, at[1]) && inside(3, at[2]);
     for (uint32_t i = 0; i < map.box[0]; i++) {
-      int64_t offset = 2 * int64_t(copy.from[0] + int(i));
+      const int size = int(map.pitches[0]);
+      int64_t offset = size * int64_t(copy.from[0] + int(i));
       for (int axis = 1; axis < 4; axis++) offset += int64_t(map.pitches[axis]) * (copy.from[axis] + int(at[axis - 1]));
       uint16_t number = 0;
-      if (exists && inside(0, i)) std::memcpy(&number, reinterpret_cast<const char*>(map.address) + offset, 2);
-      const uint32_t to = swizzled(copy.to + row * 128 + 2 * i);
-      char* const place = shared_at(to, 2);
-      if (place[0] != char(0xff) || place[1] != char(0xff)) note_failure("block %d: %u is written while a copy is under way", block->number, to);
-      std::memcpy(place, &number, 2);
-      block->writer[to - FIRST_SHARED] = block->writer[to - FIRST_SHARED + 1] = 0;
+      if (exists && inside(0, i)) std::memcpy(&number, reinterpret_cast<const char*>(map.address) + offset, size);
+      const uint32_t to = swizzled(copy.to + row * 128 + size * i);
+      char* const place = shared_at(to, size);
+      if (place[0] != char(0xff) || place[size - 1] != char(0xff)) note_failure("block %d: %u is written while a copy is under way", block->number, to);
+      std::memcpy(place, &number, size);
+      std::fill_n(block->writer.begin() + (to - FIRST_SHARED), size, uint16_t(0));
     }
   }
   Barrier& barrier = barrier_at(copy.barrier);

@@ -11,6 +11,7 @@ from typing import Any
 
 
 class DataType(IntEnum):
+    CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0
     CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6
     CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9
 
@@ -39,7 +40,7 @@ class EncodedMap:
 
 
 class HostDriver:
-    """Maps of 16-bit numbers of four dims."""
+    """Maps of four dims, of numbers of 8 or 16 bits."""
 
     CUtensorMapDataType = DataType
     CUtensorMapSwizzle = int
@@ -62,14 +63,15 @@ class HostDriver:
     ) -> tuple[int, EncodedMap]:
         """A map, or an error where the driver's manual says so."""
         swizzle = options[1]
+        itemsize = 1 if kind == DataType.CU_TENSOR_MAP_DATA_TYPE_UINT8 else 2
         taken = (
             rank == 4
             and address % 16 == 0
             and all(0 < size <= 2**32 for size in sizes)
             and all(pitch % 16 == 0 and 0 <= pitch < 2**40 for pitch in pitches)
             and all(0 < rows <= 256 for rows in box)
-            and box[0] * 2 <= 128
+            and box[0] * itemsize <= 128
             and set(steps) == {1}
         )
-        packed = struct.pack("9Q5I", address, *sizes, 2, *pitches, *box, swizzle) if taken else b""
+        packed = struct.pack("9Q5I", address, *sizes, itemsize, *pitches, *box, swizzle) if taken else b""
         return int(not taken), EncodedMap(ctypes.create_string_buffer(packed, 128))

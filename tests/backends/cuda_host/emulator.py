@@ -87,18 +87,19 @@ def _call(inside: str) -> str:
 
 def _product(template: str, operands: Sequence[str]) -> str:
     """A product of a warpgroup: its sums are an array, of which the first number stands for all."""
-    form = re.search(r"m64n(\d+)k16\.f32\.(bf16|f16)\.\2 ", template)
+    form = re.search(r"m64n(\d+)k(16|32)\.f32\.(bf16|f16|e4m3)\.\3 ", template)
     adds = re.search(r"setp\.ne\.b32 adds, ([01]), 0;", template)
-    across = re.search(r"adds, 1, 1, (?:([01]), )?([01]);", template)
+    across = re.search(r"adds, 1, 1(?:, ([01]))??(?:, ([01]))?;", template)
     assert form is not None
     assert adds is not None
     assert across is not None
+    assert (form[2] == "32") == (form[3] == "e4m3") == (across[2] is None)
     count = int(form[1]) // 2
     assert [*operands[:count]] == [f"sums[{i}]" for i in range(count)]
     places = ", ".join(f"%{i}" for i in range(count))
     assert f"{{{places}}}, " in template
-    numbers = {"bf16": "machine::Bf16", "f16": "machine::Fp16"}[form[2]]
-    flags = f"{form[1]}, {numbers}, {adds[1]}, {across[1] or 0}, {across[2]}"
+    numbers = {"bf16": "machine::Bf16", "f16": "machine::Fp16", "e4m3": "machine::E4m3"}[form[3]]
+    flags = f"{form[1]}, {numbers}, {adds[1]}, {across[1] or 0}, {across[2] or 0}"
     return f"ptx_wgmma<{flags}>({', '.join([operands[0], *operands[count:]])})"
 
 
@@ -111,6 +112,8 @@ def _name(template: str) -> str:
         name = "ptx_" + re.sub(r"\W", "_", instruction[1])
         return f"{name}_if_0" if "setp.eq.u32 first, %1, 0;" in template else name
     if template.startswith("{"):
+        if "e4m3x2.f32" in template:
+            return "ptx_pack_e4m3"
         if template.count("cvt.f32.f16") == 2:
             return "ptx_halves"
         return "ptx_low_half" if template.rstrip(" };").endswith("l") else "ptx_high_half"

@@ -45,6 +45,7 @@ struct Sums { float* registers; int count; std::unique_ptr<float[]> values; long
 struct Product {
   int columns;
   bool adds, from_registers, a_across, b_across;
+  int bytes;  // of an element
   double (*load)(uint32_t);
   uint64_t a, b;
   int calls = 0;

@@ -16,6 +16,7 @@ inline double rounded(double x, int bits, int least) {
   return std::nearbyint(x / unit) * unit;
 }
 struct Bf16 {
+  static constexpr int BYTES = 2;
   static double load(uint32_t bits) { return as_float(bits << 16); }
   static uint32_t store(double x) {
     if (std::isnan(x)) return 0x7fff;
@@ -23,6 +24,7 @@ struct Bf16 {
   }
 };
 struct Fp16 {
+  static constexpr int BYTES = 2;
   static double load(uint32_t bits) { return _cvtsh_ss(uint16_t(bits)); }
   static uint32_t store(double x) { return _cvtss_sh(float(rounded(x, 11, -24)), 0); }
 };
@@ -36,6 +38,17 @@ inline double e4m3(uint32_t byte) {
   const double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
   return byte & 128 ? -size : size;
 }
+
+struct E4m3 {
+  static constexpr int BYTES = 1;
+  static double load(uint32_t bits) { return e4m3(bits); }
+  static uint32_t store(double x) {
+    if (std::isnan(x)) return 0x7f;
+    const double size = std::min(rounded(std::abs(x), 4, -9), 448.0);
+    const int exponent = size < 0x1p-6 ? -6 : std::ilogb(size), steps = int(std::ldexp(size, 3 - exponent));
+    return uint32_t(std::signbit(x)) << 7 | (steps < 8 ? steps : uint32_t(exponent + 7) << 3 | (steps - 8));
+  }
+};
 
 // Rows of a are queries of lanes 4i to 4i + 3, as the PTX manual has it; sums are rounded once.
 template <typename T>

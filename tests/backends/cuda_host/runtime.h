@@ -97,6 +97,10 @@ inline void ptx_high_half(float& r, uint32_t x) { r = float(machine::high<machin
 inline void ptx_cvt_rn_f16x2_e4m3x2(uint32_t& r, uint16_t x) {
   r = machine::pack<machine::Fp16>(machine::e4m3(x & 255), machine::e4m3(x >> 8));
 }
+inline void ptx_pack_e4m3(uint32_t& r, float a, float b, float c, float d) {
+  using machine::E4m3;
+  r = E4m3::store(a) | E4m3::store(b) << 8 | E4m3::store(c) << 16 | E4m3::store(d) << 24;
+}
 inline void ptx_cvt_f32_f16(float& r, uint16_t x) { r = float(machine::Fp16::load(x)); }
 inline void ptx_cvt_rn_bf16_f32(uint16_t& r, float x) { r = uint16_t(machine::Bf16::store(x)); }
 inline void ptx_cvt_rn_f16_f32(uint16_t& r, float x) { r = uint16_t(machine::Fp16::store(x)); }
@@ -174,9 +178,9 @@ inline void ptx_wgmma_commit_group_sync_aligned() { machine::current->product_gr
 inline void ptx_wgmma_wait_group_sync_aligned(int pending) { machine::await_products(pending); }
 template <int COLUMNS, typename T, bool ADDS, bool A_ACROSS, bool B_ACROSS>
 void ptx_wgmma(float& sums, uint64_t a, uint64_t b) {
-  machine::start_product({COLUMNS, ADDS, false, A_ACROSS, B_ACROSS, T::load, a, b}, &sums, {});
+  machine::start_product({COLUMNS, ADDS, false, A_ACROSS, B_ACROSS, T::BYTES, T::load, a, b}, &sums, {});
 }
 template <int COLUMNS, typename T, bool ADDS, bool A_ACROSS, bool B_ACROSS>
 void ptx_wgmma(float& sums, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
-  machine::start_product({COLUMNS, ADDS, true, false, B_ACROSS, T::load, 0, b}, &sums, {a0, a1, a2, a3});
+  machine::start_product({COLUMNS, ADDS, true, false, B_ACROSS, T::BYTES, T::load, 0, b}, &sums, {a0, a1, a2, a3});
 }

@@ -60,33 +60,34 @@ inline void start_product(Product asked, float* registers, std::initializer_list
 }
 
 // Number `along` the common axis of row `across`, by a descriptor: tiles of rows of 128 bytes, swizzled.
-inline float operand(uint64_t descriptor, bool runs_across, int across, int along, double (*load)(uint32_t)) {
+inline float operand(uint64_t descriptor, bool runs_across, int across, int along, const Product& product) {
   const uint32_t start = uint32_t(descriptor & 0x3fff) << 4, parts = uint32_t(descriptor >> 16 & 0x3fff) << 4, groups = uint32_t(descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1) note_failure("block %d: a descriptor of another swizzle", block->number);
   const uint32_t place = runs_across ? across / 64 * parts + across % 64 * 2 + along / 8 * groups + along % 8 * 128
-                                     : across / 8 * groups + across % 8 * 128 + along * 2;
+                                     : across / 8 * groups + across % 8 * 128 + along * product.bytes;
   const uint32_t at = swizzled(start + place);
-  const char* const from = shared_at(at, 2);
+  const char* const from = shared_at(at, product.bytes);
   if (const int writer = block->writer[at - FIRST_SHARED])
     note_failure("block %d: a product reads %u, which thread %d has written and not published", block->number, at, writer - 1);
-  uint16_t bits;
-  std::memcpy(&bits, from, 2);
-  return float(load(bits));
+  uint16_t bits = 0;
+  std::memcpy(&bits, from, product.bytes);
+  return float(product.load(bits));
 }
 
 // Called by the scheduler.
 inline void run_product(Product& product) {
-  static float a[64][16], b[16][256], sums[64][256];
+  static float a[64][32], b[32][256], sums[64][256];
+  const int depth = 32 / product.bytes, bits = 8 * product.bytes, in_word = 4 / product.bytes;
   for (int row = 0; row < 64; row++)
-    for (int k = 0; k < 16; k++) {
-      const uint32_t word = product.words[row / 16 * 32 + row % 8 * 4 + k % 8 / 2][row / 8 % 2 + k / 8 * 2];
-      a[row][k] = product.from_registers ? float(product.load(word >> k % 2 * 16 & 0xffff)) : operand(product.a, product.a_across, row, k, product.load);
+    for (int k = 0; k < depth; k++) {
+      const uint32_t word = product.words[row / 16 * 32 + row % 8 * 4 + k % (depth / 2) / in_word][row / 8 % 2 + k / (depth / 2) * 2];
+      a[row][k] = product.from_registers ? float(product.load(word >> k % in_word * bits & ((1u << bits) - 1))) : operand(product.a, product.a_across, row, k, product);
     }
-  for (int k = 0; k < 16; k++)
-    for (int column = 0; column < product.columns; column++) b[k][column] = operand(product.b, product.b_across, column, k, product.load);
+  for (int k = 0; k < depth; k++)
+    for (int column = 0; column < product.columns; column++) b[k][column] = operand(product.b, product.b_across, column, k, product);
   for (int row = 0; row < 64; row++) {
     std::fill_n(sums[row], product.columns, 0.0f);
-    for (int k = 0; k < 16; k++)
+    for (int k = 0; k < depth; k++)
       for (int column = 0; column < product.columns; column++) sums[row][column] += a[row][k] * b[k][column];
   }
   for (int thread = 0; thread < 128; thread++)
