@@ -13,7 +13,7 @@ from attngen.backends import launcher
 from attngen.backends.base import Launch
 from attngen.backends.ptxas import Ptxas, choose_ptxas
 from attngen.backends.triton_compile import compile_kernel, excerpt, triton_folder, triton_version
-from attngen.backends.triton_launch import load_hip, load_interpreted
+from attngen.backends.triton_launch import load_hip, load_interpreted, map_box
 from attngen.codegen.dialects import TritonDialect
 from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
@@ -113,7 +113,7 @@ class TritonBackend:
     def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
         """A function that launches the kernel on the device's current stream."""
         if plan.target.kind == "interpret":
-            return load_interpreted(binary, plan.entry)
+            return load_interpreted(binary, plan)
         if plan.target.kind == "hip":
             return load_hip(binary, plan, device)
         return launcher.load(binary, plan.entry, plan.args, device, **self.launch_options(metadata, plan))
@@ -172,8 +172,8 @@ def _alignment(variant: Variant, pointer: Arg) -> int:
 
 def _triton_type(plan: KernelPlan, arg: Arg) -> str:
     if arg.is_map:
-        width = {"k_tiles": plan.block_qk, "k_pe_tiles": plan.block_pe, "v_tiles": plan.block_vo}[arg.name]
-        return f"tensordesc<{DTYPES[arg.element].triton_name}[1,1,{plan.tiles.kv},{width}]>"
+        box = ",".join(map(str, map_box(plan, arg)))
+        return f"tensordesc<{DTYPES[arg.element].triton_name}[{box}]>"
     return f"*{pointer_dtype(arg.element, plan.target)}" if arg.is_pointer else arg.type
 
 

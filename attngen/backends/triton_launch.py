@@ -15,28 +15,40 @@ from attngen.backends.base import Launch
 from attngen.backends.launcher import require_grid, require_no_capture
 from attngen.backends.triton_worker import load_module
 from attngen.errors import BuildError, UnsupportedError
-from attngen.schedule.plan import KernelPlan
+from attngen.schedule.plan import Arg, KernelPlan
 
 # The interpreter replaces functions of triton.language while it runs.
 _INTERPRETER = threading.Lock()
 
 
-def load_interpreted(source: Path, entry: str) -> Launch:
+def load_interpreted(source: Path, plan: KernelPlan) -> Launch:
     """The kernel under Triton's interpreter, on CPU tensors.
 
     Raises:
         UnsupportedError: this process has already imported Triton as a compiler.
     """
-    _require_interpreter(entry)
-    kernel = getattr(load_module(source), entry)
+    _require_interpreter(plan.entry)
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415
+
+    kernel = getattr(load_module(source), plan.entry)
+    boxes = {i: map_box(plan, arg) for i, arg in enumerate(plan.args) if arg.is_map}
 
     def launch(grid: int, values: Sequence[torch.Tensor | int]) -> None:
-        require_grid(grid, entry)
+        require_grid(grid, plan.entry)
         if grid:
+            given: list[Any] = list(values)
+            for i, box in boxes.items():
+                given[i] = TensorDescriptor.from_tensor(given[i], box)
             with _INTERPRETER:
-                kernel[(grid,)](*values)
+                kernel[(grid,)](*given)
 
     return launch
+
+
+def map_box(plan: KernelPlan, arg: Arg) -> list[int]:
+    """What one copy takes by a tensor map ``[request or page, head, token, dim]``."""
+    width = {"k_tiles": plan.block_qk, "k_pe_tiles": plan.block_pe, "v_tiles": plan.block_vo}[arg.name]
+    return [1, 1, plan.tiles.kv, width]
 
 
 def load_hip(binary: Path, plan: KernelPlan, device: torch.device) -> Launch:

@@ -200,6 +200,7 @@ CUDA = (
 
 INTERPRET = (
     Row("prefill", 256, Tiles(64, 64, 4, 1)),
+    Row("decode", 512, Tiles(16, 64, 4, 1, maps=True), itemsize=2),
     Row("decode", 512, Tiles(16, 64, 4, 1)),
     Row("append", 512, Tiles(16, 1, 4, 1)),
     Row("merge", 512, Tiles(16, 16, 4, 1)),

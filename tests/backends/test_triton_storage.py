@@ -10,7 +10,7 @@ import pytest
 import attngen as ag
 from attngen.backends.triton import argument_divisors
 from tests.backends.stored_numbers import STORAGES, mismatches
-from tests.backends.triton_kernels import run_python
+from tests.backends.triton_kernels import forward_kernel, run_python
 
 NUMBERS = "import sys; from tests.backends.stored_numbers import mismatches; print(mismatches(*sys.argv[1:]))"
 HEADS = ag.GQA(num_qo_heads=8, num_kv_heads=2, head_dim=128)
@@ -18,8 +18,7 @@ HEADS = ag.GQA(num_qo_heads=8, num_kv_heads=2, head_dim=128)
 
 def _forward(target: str, op: str, **fields: Any) -> Any:
     """The built forward kernel of a spec's op."""
-    ops = ag.compile(ag.AttentionSpec(heads=HEADS, mask=ag.Causal(), **fields), target=target, backend="triton", ops=())
-    return next(kernel for kernel in ops.op(op).kernels if kernel.plan.schedule == "forward")  # type: ignore[arg-type]
+    return forward_kernel(ag.AttentionSpec(heads=HEADS, mask=ag.Causal(), **fields), target, op)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])

@@ -12,11 +12,12 @@ import attngen as ag
 from attngen.backends.triton import TritonBackend
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
+from attngen.ops.op import BuiltKernel
 from attngen.schedule import choose_schedule
 from attngen.schedule.arguments import tensor
 from attngen.schedule.plan import Arg, KernelPlan, Tiles
 from attngen.target import Target
-from attngen.variant import normalize
+from attngen.variant import OpName, normalize
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +83,12 @@ def build(source: str, plan: KernelPlan, folder: Path) -> BuildResult:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{plan.entry}.py").write_text(source, encoding="utf-8")
     return backend.build(kernel, folder)
+
+
+def forward_kernel(spec: ag.AttentionSpec, target: str, op: OpName) -> BuiltKernel:
+    """The built forward kernel of a spec's op, for requests of any length or long ones."""
+    op_of = ag.compile(spec, target=target, backend="triton", ops=()).op(op)
+    return next(kernel for kernel in op_of.kernels if kernel.plan.schedule == "forward")
 
 
 def run_python(script: str, *arguments: str, **env: str) -> str:

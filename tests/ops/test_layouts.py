@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import attngen as ag
 from attngen.dtypes import Storage, quantize
+from attngen.ops.checks import torch_dtype
 from tests.acceptance.probes import Place
+from tests.backends.triton_kernels import run_python
 
 LENS = (300, 1, 77)
 HEADS = ag.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=64)
@@ -46,13 +49,15 @@ def rows_of(storage: Storage, seed: int) -> tuple[list[torch.Tensor], torch.Tens
     return [data] if blocks is None else [data, blocks], tokens, given
 
 
-def paged(rows: torch.Tensor, size: int, layout: str, order: torch.Tensor, apart: bool) -> torch.Tensor:
+def paged(
+    rows: torch.Tensor, size: int, layout: str, order: torch.Tensor, apart: bool, lens: tuple[int, ...] = LENS
+) -> torch.Tensor:
     """Rows of all requests in shuffled pages; what no request owns is NaN or 0xff."""
     width = rows.view(torch.uint8) if rows.element_size() == 1 else rows
     blank = 0xFF if width.dtype == torch.uint8 else float("nan")
     pool = torch.full((len(order) + 2, size, *rows.shape[1:]), blank, dtype=width.dtype)
     start = page = 0
-    for n in LENS:
+    for n in lens:
         for first in range(0, n, size):
             count = min(size, n - first)
             pool[order[page], :count] = width[start + first : start + first + count]
@@ -63,6 +68,19 @@ def paged(rows: torch.Tensor, size: int, layout: str, order: torch.Tensor, apart
     if apart:
         pool = torch.stack([torch.full_like(pool, blank), pool, torch.full_like(pool, blank)], 1)[:, 1]
     return pool.view(rows.dtype)
+
+
+def lists_of_pages(way: str, size: int, order: torch.Tensor, lens: tuple[int, ...] = LENS) -> dict[str, torch.Tensor]:
+    """Where pages of requests lie, in CSR form or as a table."""
+    counts = [-(-n // size) for n in lens]
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    if way == "csr":
+        last = i32([(n - 1) % size + 1 for n in lens])
+        return {"kv_indptr": i32(starts), "kv_indices": order.int(), "kv_last_page_len": last}
+    table = torch.full((len(lens), max(counts)), -7, dtype=torch.int32)
+    for b, count in enumerate(counts):
+        table[b, :count] = order[starts[b] : starts[b] + count]
+    return {"page_table": table, "kv_lens": i32(lens)}
 
 
 def call(name: str, size: int, layout: str, way: str, apart: bool) -> tuple[ag.AttentionSpec, Any, dict[str, Any]]:
@@ -90,15 +108,7 @@ def call(name: str, size: int, layout: str, way: str, apart: bool) -> tuple[ag.A
         cache = both[0] if len(both) == 1 else tuple(both)
     else:
         cache = tuple(part[0] if len(part) == 1 else tuple(part) for part in caches)
-    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
-    if way == "csr":
-        last = i32([(n - 1) % size + 1 for n in LENS])
-        options |= {"kv_indptr": i32(starts), "kv_indices": order.int(), "kv_last_page_len": last}
-    else:
-        table = torch.full((len(LENS), max(counts)), -7, dtype=torch.int32)
-        for b, count in enumerate(counts):
-            table[b, :count] = order[starts[b] : starts[b] + count]
-        options |= {"page_table": table, "kv_lens": i32(LENS)}
+    options |= lists_of_pages(way, size, order)
     return spec, cache, options
 
 
@@ -127,6 +137,78 @@ def test_every_layout_gives_the_same_bits(kernels: Place, name: str) -> None:
         for got, want in zip(found, results[0], strict=True):
             assert torch.equal(got, want), layout
     assert all(x.isfinite().all() for x in results[0])
+
+
+# page size, whether both parts of a latent lie in one tensor, and how pages are passed
+LATENT_LAYOUTS = (
+    (64, True, "table"),
+    (1, True, "table"),
+    (1, False, "csr"),
+    (16, True, "csr"),
+    (16, False, "table"),
+    (64, False, "csr"),
+    (128, True, "csr"),
+    (128, False, "table"),
+    (256, True, "table"),
+    (256, False, "csr"),
+)
+LATENTS = {
+    "bf16": ("bf16", {}),
+    "fp16": ("fp16", {}),
+    "e4m3": ("bf16", {"dtype": "fp8_e4m3"}),
+    "e4m3-tokens": ("fp16", {"dtype": "fp8_e4m3", "scale": "token"}),
+}
+
+
+LATENT_LENS, CKV, KPE = (2300, 2, 77), 512, 64
+
+
+def latents(name: str, size: int, joined: bool, way: str) -> tuple[ag.AttentionSpec, Any, dict[str, Any]]:
+    """The spec, cache and lengths of one layout of latents."""
+    dtype, fields = LATENTS[name]
+    spec = ag.AttentionSpec(heads=ag.MLA(num_qo_heads=5), mask=ag.Causal(), dtype=dtype, kv=ag.Paged(size, **fields))
+    storage = spec.kv.storages(dtype)[0]
+    x = torch.randn(sum(LATENT_LENS), CKV + KPE, generator=torch.Generator().manual_seed(11))
+    order = torch.randperm(sum(-(-n // size) for n in LATENT_LENS), generator=torch.Generator().manual_seed(size))
+    options = lists_of_pages(way, size, order, LATENT_LENS)
+    rows = x.to(torch_dtype(dtype))
+    if storage.is_quantized:
+        given = torch.tensor(0.01) if storage.scale == "tensor" else None
+        rows, _, tokens = quantize(x, storage, given)
+        options["k_scale"] = given if tokens is None else paged(tokens, size, "NHD", order, False, LATENT_LENS)
+    pool = paged(rows, size, "NHD", order, False, LATENT_LENS)
+    return spec, pool if joined else tuple(part.contiguous() for part in pool.split([CKV, KPE], -1)), options
+
+
+def other_bits(name: str, compile_spec: Callable[[ag.AttentionSpec], ag.Ops], device: str) -> list[Any]:
+    """Layouts of latents whose out, lse or largest logits differ from those of the first one."""
+    q = torch.randn(3, 2, 5, CKV + KPE, generator=torch.Generator().manual_seed(9))
+    results = []
+    for layout in LATENT_LAYOUTS:
+        spec, cache, options = latents(name, *layout)
+        there = {key: x.to(device) for key, x in options.items()}
+        query = q.to(device, torch_dtype(spec.dtype))
+        results.append(
+            compile_spec(spec).decode(query, moved(cache, device), return_lse=True, return_max=True, **there)
+        )
+    assert all(x.isfinite().all() for x in results[0])
+    same = [all(torch.equal(*pair) for pair in zip(found, results[0], strict=True)) for found in results]
+    return [layout for layout, equal in zip(LATENT_LAYOUTS, same, strict=True) if not equal]
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_every_layout_of_latents_gives_the_same_bits(kernels: Place, name: str) -> None:
+    """Large pages come by tensor maps on Hopper, small ones by addresses; one request is cut into parts."""
+    assert other_bits(name, kernels.compile, kernels.device) == []
+
+
+@pytest.mark.parametrize("name", ["fp16", "e4m3-tokens"])
+def test_the_interpreter_gives_the_same_bits_for_latents(name: str) -> None:
+    script = (
+        "import sys, attngen as ag; from tests.ops.test_layouts import other_bits;"
+        "print(other_bits(sys.argv[1], lambda spec: ag.compile(spec, target='interpret', backend='triton', ops=()), 'cpu'))"
+    )
+    assert run_python(script, name, TRITON_INTERPRET="1").strip() == "[]"
 
 
 def test_pages_are_shared_by_requests(kernels: Place) -> None:
