@@ -32,8 +32,7 @@ def collect_inputs(
     Raises:
         ArgumentError: a tensor does not fit; nothing has been launched.
     """
-    read = q.device.type == "cpu" or Settings.from_env().validate
-    batch = _describe(variant, q, k, given, read)
+    batch = _describe(variant, q, k, given, reads(q.device))
     gate = None
     if variant.gate is not None:
         where, axes = f"params[{variant.gate!r}]", "[..., num_qo_heads, head_dim_vo]"
@@ -61,6 +60,11 @@ def collect_inputs(
         given.v_blocks,
         given.k_pe_blocks,
     )
+
+
+def reads(device: torch.device) -> bool:
+    """Whether checks look at the values of index tensors, which on a GPU waits for the stream."""
+    return device.type == "cpu" or Settings.from_env().validate
 
 
 def _random_stream(
@@ -117,7 +121,7 @@ def _describe(variant: Signature, q: torch.Tensor, k: torch.Tensor, given: Extra
     elif variant.kv_layout == "ragged":
         allowed |= {"kv_indptr"}
         indptr = check_indptr("kv_indptr", given.kv_indptr, k.shape[0], device, read=read)
-        _same_batch("kv_indptr", len(indptr) - 1, batch)
+        same_batch("kv_indptr", len(indptr) - 1, batch)
         storage |= {"kv_len": 0, "num_keys": k.shape[0], "kv_indptr": indptr}
     else:
         csr = given.page_table is None
@@ -162,7 +166,7 @@ def _csr_pages(variant: Signature, k: torch.Tensor, given: Extras, batch: int, r
         )
     pages = check_page_lists(given.kv_indptr, given.kv_indices, k.device, read=read)
     indices, indptr = pages["page_table"], pages["page_indptr"]
-    _same_batch("kv_indptr", len(indptr) - 1, batch)
+    same_batch("kv_indptr", len(indptr) - 1, batch)
     why = "a page holds"
     last = check_lengths(
         "kv_last_page_len", given.kv_last_page_len, batch, variant.page_size, k.device, read=read, why=why
@@ -172,20 +176,36 @@ def _csr_pages(variant: Signature, k: torch.Tensor, given: Extras, batch: int, r
     return pages | {"kv_len": len(indices) * variant.page_size, "kv_lens": last}
 
 
-def check_page_lists(indptr: object, indices: object, device: torch.device, *, read: bool) -> dict[str, Any]:
-    """Page numbers of all requests, and where each one's begin; a table of stride 0."""
+def check_page_lists(
+    indptr: object, indices: object, device: torch.device, *, read: bool, name: str = "kv_indptr"
+) -> dict[str, Any]:
+    """Page numbers of all requests, and where each one's begin; a table of stride 0.
+
+    Args:
+        name: what ``indptr`` is called in the call.
+    """
     indices = check_tensor(
         "kv_indices", indices, dtype="i32", shape=(None,), axes="[number of pages]", device=device
     ).contiguous()
-    indptr = check_indptr("kv_indptr", indptr, None, device, read=read)
+    indptr = check_indptr(name, indptr, None, device, read=read)
     if read and int(indptr[-1]) > len(indices):
         raise ArgumentError(
-            f"kv_indptr ends at {int(indptr[-1])}",
-            where="kv_indptr",
+            f"{name} ends at {int(indptr[-1])}",
+            where=name,
             why=f"kv_indices has {len(indices)} pages",
-            fix="pass as many page numbers as kv_indptr counts",
+            fix=f"pass as many page numbers as {name} counts",
         )
     return {"page_table": indices, "page_table_stride": 0, "page_indptr": indptr}
+
+
+def cached_lengths(page_size: int, given: Extras, batch: int, device: torch.device) -> torch.Tensor:
+    """Keys of each request in a paged cache, int32 ``[batch]``, from either form of page lists."""
+    if given.kv_indices is None:
+        return check_index("kv_lens", given.kv_lens, batch, device)
+    indptr = check_indptr("kv_indptr", given.kv_indptr, None, device, read=False)
+    last = check_index("kv_last_page_len", given.kv_last_page_len, batch, device)
+    num_pages = check_index("kv_indptr", indptr.diff(), batch, device)
+    return torch.where(num_pages > 0, (num_pages - 1) * page_size + last, 0)
 
 
 def _check_pages(name: str, used: torch.Tensor, num_pages: int) -> None:
@@ -199,7 +219,8 @@ def _check_pages(name: str, used: torch.Tensor, num_pages: int) -> None:
         )
 
 
-def _same_batch(name: str, got: int, batch: int) -> None:
+def same_batch(name: str, got: int, batch: int) -> None:
+    """Raise where index tensors are not of as many requests as the queries."""
     if got != batch:
         raise ArgumentError(
             f"{name} describes {got} requests",

@@ -51,6 +51,7 @@ class Methods(Dispatch):
         seed: torch.Tensor | None = None,
         offset: torch.Tensor | None = None,
         kv_cache: Cache | None = None,
+        page_indptr: torch.Tensor | None = None,
         key_indices: torch.Tensor | None = None,
     ) -> Result:
         """Attention of many queries a request; like :meth:`attention`, gradients flow where an input requires them.
@@ -74,8 +75,10 @@ class Methods(Dispatch):
                 default.
             q_scale, k_scale, v_scale: fp32 factors of quantized tensors, as the spec's ``kv`` says: a scalar (also a number; 1 by
                 default), ``[num_kv_heads]``, or the cache's shape without head_dim.
-            kv_cache: a paged cache of the keys before k and v, which are then ragged, ``kv_indptr`` counting new tokens and
-                ``kv_lens``, through ``page_table``, those before.
+            kv_cache: a paged cache of the keys before k and v, which are then ragged, ``kv_indptr`` counting new tokens. Those
+                before come through ``page_table`` and ``kv_lens``, or in CSR form through ``page_indptr``, ``kv_indices`` and
+                ``kv_last_page_len``.
+            page_indptr: int32 ``[batch + 1]``, pages of the keys in ``kv_cache``: what is ``kv_indptr`` where there are no others.
             key_indices: int32 ``[nnz_q, top_k]`` (decode: ``[batch, top_k]`` or ``[batch, qo_len, top_k]``): positions of the only
                 keys that a query sees, each once, padded with -1; over a paged cache with a page table. Latents are attended
                 to with absorbed queries.
@@ -95,6 +98,7 @@ class Methods(Dispatch):
             kv_offset,
             seed,
             offset,
+            page_indptr,
             q_scale,  # type: ignore[arg-type] # numbers become tensors when the call is unpacked
             k_scale,  # type: ignore[arg-type]
             v_scale,  # type: ignore[arg-type]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.expr import Coord
+from attngen.ops.batching import cached_lengths, check_page_lists, reads, same_batch
 from attngen.ops.calls import Rows
-from attngen.ops.checks import check_indptr, check_tensor, torch_dtype
+from attngen.ops.checks import check_indptr, torch_dtype
 from attngen.ops.merge import merge_states
 from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.spec import MLA, AttentionSpec, Paged, Ragged
@@ -53,7 +54,8 @@ class PrefixPrefill:
 
         Args:
             q, k, v: ragged; ``given.kv_indptr`` delimits the new keys.
-            cache, given: the prefix, through ``page_table`` and its ``kv_lens``; queries stand at the end of the new tokens.
+            cache, given: the prefix, through ``page_table`` and ``kv_lens``, or ``page_indptr``, ``kv_indices`` and
+                ``kv_last_page_len``; queries stand at the end of the new tokens.
         """
         if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
             raise ArgumentError(
@@ -62,22 +64,17 @@ class PrefixPrefill:
                 why="beside a prefix they are passed as the projection wrote them",
                 fix="pass k and v [nnz_kv, num_kv_heads, head_dim], and the cache as kv_cache=",
             )
-        allowed = {"qo_indptr", "kv_indptr", "page_table", "kv_lens", "q_offset"}
-        given.reject_other_than(allowed, "ragged keys beside a paged prefix", frozenset())
         qo_indptr = check_indptr("qo_indptr", given.qo_indptr, q.shape[0], q.device, read=False)
         kv_indptr = check_indptr("kv_indptr", given.kv_indptr, k.shape[0], q.device, read=False)
-        lens = check_tensor(
-            "kv_lens", given.kv_lens, dtype="i32", shape=(len(qo_indptr) - 1,), axes="[batch]", device=q.device
-        )
+        pages = _pages(given, len(qo_indptr) - 1, q.device)
+        lens = cached_lengths(self.variant.page_size, pages, len(qo_indptr) - 1, q.device)
         first = given.q_offset
         if first is None:
             first = lens + (kv_indptr.diff() - qo_indptr.diff())
         own = {name: tensor for name, tensor in params.items() if name != self.variant.gate}
-        positions = replace(Extras(), qo_indptr=qo_indptr, q_offset=first, q_scale=given.q_scale)
-        before = replace(
-            positions, page_table=given.page_table, kv_lens=lens, k_scale=given.k_scale, v_scale=given.v_scale
-        )
-        after = replace(positions, kv_indptr=kv_indptr, kv_offset=lens)
+        positions: dict[str, Any] = {"qo_indptr": qo_indptr, "q_offset": first, "q_scale": given.q_scale}
+        before = replace(pages, k_scale=given.k_scale, v_scale=given.v_scale, **positions)
+        after = Extras(kv_indptr=kv_indptr, kv_offset=lens, **positions)
         old = self._part(self._prefix, q, cache, None, before, own, want_max=want_max)
         new = self._part(self._fresh, q, k, v, after, own, want_max=want_max)
         if not self.variant.is_softmax:
@@ -108,6 +105,20 @@ class PrefixPrefill:
         if self.variant.gate is not None:
             out = out * torch.sigmoid(params[self.variant.gate].float())
         return out.to(torch_dtype(self.variant.out_dtype))
+
+
+def _pages(given: Extras, batch: int, device: torch.device) -> Extras:
+    """Where the prefix lies, in the names of a call over a paged cache alone."""
+    csr = given.page_table is None and (given.page_indptr is not None or given.kv_indices is not None)
+    own = {"page_indptr", "kv_indices", "kv_last_page_len"} if csr else {"page_table", "kv_lens"}
+    given.reject_other_than(
+        {"qo_indptr", "kv_indptr", "q_offset"} | own, "ragged keys beside a paged prefix", frozenset()
+    )
+    if not csr:
+        return Extras(page_table=given.page_table, kv_lens=given.kv_lens)
+    pages = check_page_lists(given.page_indptr, given.kv_indices, device, read=reads(device), name="page_indptr")
+    same_batch("page_indptr", len(pages["page_indptr"]) - 1, batch)
+    return Extras(kv_indptr=given.page_indptr, kv_indices=given.kv_indices, kv_last_page_len=given.kv_last_page_len)
 
 
 def _check(spec: AttentionSpec, variant: Variant) -> None:

@@ -16,7 +16,7 @@ from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.evaluate import evaluate
 from attngen.ir.expr import Expr, coords
 from attngen.masks import Full
-from attngen.ops.batching import check_page_lists
+from attngen.ops.batching import cached_lengths, check_page_lists
 from attngen.ops.calls import Rows
 from attngen.ops.checks import check_index, check_indptr, check_tensor
 from attngen.ops.storage import Cache, Extras, Query, unpack
@@ -175,21 +175,11 @@ def _requests(
         qo_len = torch.full((batch,), lead[1], device=device, dtype=torch.int32)
         if given.qo_lens is not None:
             qo_len = check_index("qo_lens", given.qo_lens, batch, device)
-    kv_len = _lengths(page_size, given, batch, device)
+    kv_len = cached_lengths(page_size, given, batch, device)
     first = kv_len - qo_len if given.q_offset is None else check_index("q_offset", given.q_offset, batch, device)
     # Padding stands behind the last key and sees nothing.
     q_pos = torch.where(row < qo_len[request], first[request] + row, torch.iinfo(torch.int32).max)
     return request[:, None], qo_len, kv_len, q_pos.to(torch.int32)[:, None]
-
-
-def _lengths(page_size: int, given: Extras, batch: int, device: torch.device) -> torch.Tensor:
-    """Keys of each request, int32 ``[batch]``."""
-    if given.kv_indices is None:
-        return check_index("kv_lens", given.kv_lens, batch, device)
-    indptr = check_indptr("kv_indptr", given.kv_indptr, None, device, read=False)
-    last = check_index("kv_last_page_len", given.kv_last_page_len, batch, device)
-    num_pages = check_index("kv_indptr", indptr.diff(), batch, device)
-    return torch.where(num_pages > 0, (num_pages - 1) * page_size + last, 0)
 
 
 def _slots(size: int, given: Extras, k: torch.Tensor, index: torch.Tensor, request: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Extras:
     kv_offset: torch.Tensor | None = None
     seed: torch.Tensor | None = None
     offset: torch.Tensor | None = None
+    page_indptr: torch.Tensor | None = None
     q_scale: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
@@ -54,7 +55,7 @@ class Extras:
 
     def reject_other_than(self, allowed: set[str], storage: str, everywhere: frozenset[str] = EVERYWHERE) -> None:
         """Raise for a length, index or random stream that is neither ``allowed`` nor has a meaning ``everywhere``."""
-        for field in fields(self)[:11]:
+        for field in fields(self)[:12]:
             if getattr(self, field.name) is not None and field.name not in allowed | everywhere:
                 raise ArgumentError(
                     f"{field.name} has no meaning here",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from attngen.ops.batching import collect_inputs
 from attngen.ops.storage import Extras, unpack
 from attngen.variant import normalize
 from tests.acceptance.probes import Place
+from tests.backends.triton_kernels import run_python
 
 PREFIX, NEW = (37, 0, 16), (5, 9, 1)
 HEADS = ag.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=64)
@@ -21,6 +23,16 @@ HEADS = ag.GQA(num_qo_heads=4, num_kv_heads=2, head_dim=64)
 
 def i32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+PAGES = {
+    "table": {"page_table": i32(6, 2, 5, -1, -1, -1, 1, -1, -1).view(3, 3), "kv_lens": i32(*PREFIX)},
+    "csr": {
+        "page_indptr": i32(0, 3, 3, 4),
+        "kv_indices": i32(6, 2, 5, 1),
+        "kv_last_page_len": i32(37 - 32, 0, 16),
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +48,30 @@ def i32(*values: int) -> torch.Tensor:
     ids=["causal", "window-alibi", "sink-gate", "off-by-one", "sigmoid", "rope"],
 )
 @pytest.mark.parametrize("dtype", [None, "fp8_e4m3"])
-def test_a_prefix_and_new_tokens_are_seen_in_one_call(place: Place, fields: dict[str, Any], dtype: str | None) -> None:
+@pytest.mark.parametrize("form", PAGES)
+def test_a_prefix_and_new_tokens_are_seen_in_one_call(
+    place: Place, form: str, fields: dict[str, Any], dtype: str | None
+) -> None:
+    compare(place.compile, place.device, form, fields, dtype)
+
+
+@pytest.mark.parametrize("form", PAGES)
+def test_the_interpreter_sees_both_in_one_call(form: str) -> None:
+    script = (
+        "import sys, attngen as ag; from tests.ops.test_mixed import compare; make = lambda spec: ag.compile(spec, "
+        "target='interpret', backend='triton', ops=()); compare(make, 'cpu', sys.argv[1], {}, 'fp8_e4m3')"
+    )
+    run_python(script, form, TRITON_INTERPRET="1")
+
+
+def compare(
+    compile_spec: Callable[[ag.AttentionSpec], ag.Ops],
+    device: str,
+    form: str,
+    fields: dict[str, Any],
+    dtype: str | None,
+) -> None:
+    """The call over both against the oracle over all keys in one tensor."""
     torch.manual_seed(0)
     spec = ag.AttentionSpec(
         **{"heads": HEADS, "mask": ag.Causal(), "dtype": "fp32", "kv": ag.Paged(page_size=16, dtype=dtype), **fields}
@@ -44,7 +79,7 @@ def test_a_prefix_and_new_tokens_are_seen_in_one_call(place: Place, fields: dict
     storage = spec.kv.storages("fp32")[0]
     pool = [torch.randn(8, 16, 2, 64) for _ in range(2)]
     cache = tuple(quantize(x, storage)[0] for x in pool)
-    table = i32(6, 2, 5, -1, -1, -1, 1, -1, -1).view(3, 3)
+    table = PAGES["table"]["page_table"]
     q, k, v = (torch.randn(sum(NEW), n, 64) for n in (4, 2, 2))
     params = {"sink": torch.randn(4)} if "normalizer" in fields and spec.normalizer == ag.Softmax(sink=True) else {}
     if spec.output_gate:
@@ -63,16 +98,14 @@ def test_a_prefix_and_new_tokens_are_seen_in_one_call(place: Place, fields: dict
             variant, *unpack(variant, dense.kv, q, *whole, Extras(qo_indptr=indptr, kv_indptr=total)), params
         ),
     )
-    device = place.device
-    got = place.compile(spec).prefill(
+    got = compile_spec(spec).prefill(
         q.to(device),
         k.to(device),
         v.to(device),
         kv_cache=tuple(x.to(device) for x in cache),
         qo_indptr=indptr.to(device),
         kv_indptr=indptr.to(device),
-        page_table=table.to(device),
-        kv_lens=i32(*PREFIX).to(device),
+        **{name: x.to(device) for name, x in PAGES[form].items()},
         params={name: x.to(device) for name, x in params.items()},
         **({"return_lse": True, "return_max": True} if variant.is_softmax else {}),
     )
@@ -95,6 +128,24 @@ def test_what_a_prefix_gives_no_meaning_is_refused() -> None:
     given = {"kv_cache": cache, "qo_indptr": i32(0, 2), "kv_indptr": i32(0, 2), "page_table": i32(1).view(1, 1)}
     prefill = ag.compile(spec, backend="reference").prefill
     prefill(q, k, k, kv_lens=i32(5), **given)
+    pages = {"page_indptr": i32(0, 1), "kv_indices": i32(1), "kv_last_page_len": i32(5)}
+    listed = {name: x for name, x in given.items() if name != "page_table"} | pages
+    prefill(q, k, k, **listed)
+    for change, what in (
+        ({"page_table": i32(1).view(1, 1)}, "kv_indices has no meaning here"),
+        ({"kv_lens": i32(5)}, "kv_lens has no meaning here"),
+        ({"page_indptr": None}, "page_indptr is missing"),
+        ({"page_indptr": i32(0, 2)}, "page_indptr ends at 2"),
+        ({"page_indptr": i32(0, 0, 1)}, "page_indptr describes 2 requests"),
+        ({"kv_indices": None}, "kv_indices is missing"),
+        ({"kv_indices": i32(3)}, "kv_indices names page 3"),
+        ({"kv_last_page_len": None}, "kv_last_page_len is missing"),
+        ({"kv_last_page_len": i32(17)}, "kv_last_page_len holds 17"),
+    ):
+        with pytest.raises(ag.ArgumentError, match=what):
+            prefill(q, k, k, **(listed | change))
+    with pytest.raises(ag.ArgumentError, match="page_indptr has no meaning here"):
+        prefill(q, cache, qo_indptr=i32(0, 2), page_table=i32(1).view(1, 1), kv_lens=i32(5), page_indptr=i32(0, 1))
     for extra, what in (
         ({"kv_offset": i32(0)}, "kv_offset has no meaning here"),
         ({"seed": torch.zeros(1, dtype=torch.int64)}, "seed has no meaning here"),
