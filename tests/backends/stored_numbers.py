@@ -29,6 +29,10 @@ STORAGES: dict[str, dict[str, Any]] = {
     "both": {"k_dtype": "int4", "v_dtype": "fp8_e4m3"},
 }
 BATCH, GROUP, HEADS = 3, 4, 2
+# A weight is exp2(s * c - round(s * c)), and on a GPU the difference is fused: what the product was rounded by is left, so that the
+# weight p of an only key is not 1 (by 5e-6 at a logit of 200). Out is then (p * v) * (1 / p): two roundings by 2 ** -24 each, and a
+# quotient near 1 (div.full) that is off by 2 of its ulps, 2 * 2 ** -23. In 16 bits it is rounded to v, in fp32 it is not.
+FUSED_ERROR = 3 * 2.0**-23
 
 
 def _stored(storage: Storage, dim: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -53,7 +57,10 @@ def _stored(storage: Storage, dim: int, generator: torch.Generator) -> tuple[tor
 def mismatches(
     target: str | None, dtype: str, device: str, names: Iterable[str] = tuple(STORAGES), dim: int = 128
 ) -> list[str]:
-    """Storages whose numbers a decode kernel, or a prefill kernel, reads otherwise than they are defined."""
+    """Storages whose numbers a decode kernel, or a prefill kernel, reads otherwise than they are defined.
+
+    Numbers must be equal; those of fp32 on a GPU within :data:`FUSED_ERROR`.
+    """
     found = []
     for name in names:
         fields = STORAGES[name]
@@ -82,8 +89,10 @@ def mismatches(
         calls = (("decode", ops.decode, q), ("prefill", ops.prefill, q[:, None]))
         for op, call, query in calls:
             out, lse = call(query.contiguous(), k, v, return_lse=True, **scales)
-            if not torch.equal(out.view(expected.shape), expected):
-                found.append(f"{name} {op}: {(out.view(expected.shape) != expected).sum()} values of {out.numel()}")
+            bound = FUSED_ERROR if out.is_cuda and out.dtype == torch.float32 else 0.0
+            wrong = ~((out.view(expected.shape) - expected).abs() <= bound * expected.abs())
+            if wrong.any():
+                found.append(f"{name} {op}: {wrong.sum()} values of {out.numel()}")
             if not torch.allclose(lse.view(logits.shape), logits, rtol=1e-6, atol=1e-6):
                 found.append(f"{name} {op}: logits off by {(lse.view(logits.shape) - logits).abs().max()}")
     return found
