@@ -11,7 +11,9 @@ from attngen.variant import Variant
 ARCH = "sm90a"
 _MAX_GROUP = 8
 _CHUNK = 16  # bytes of a row that a thread copies at a time
+_LOADS = 8  # distinct parameters of a score that registers hold beside sums
 _CONSUMER_ROWS = 64  # queries of a warpgroup
+_SWIZZLED_ROWS = 8  # in which chunks of rows of shared memory are exchanged
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
 _TOLD = 192  # bytes of barriers and of what warps tell each other in one walk of backward
 
@@ -32,21 +34,23 @@ def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> b
 def _serves_query_tiles(variant: Variant) -> bool:
     """Many queries of one head, in prefill: queries, keys and values of one dtype that the tensor cores multiply.
 
-    What reads data of pairs waits for memory, which Triton's smaller tiles hide better. Narrower heads would leave half of
-    shared memory empty.
+    Pages come in parts of as many rows as are swizzled together, or more. What reads data of pairs waits for memory, which
+    Triton's smaller tiles hide better; many numbers that all pairs read spill. Narrower heads would leave half of shared memory
+    empty.
     """
     itemsize = DTYPES[variant.dtype].itemsize
     return (
         variant.is_softmax
         and variant.dtype in ("bf16", "fp16", "fp8_e4m3")
         and all(s.dtype == variant.dtype and s.scale != "token" for s in (variant.k_storage, variant.v_storage))
-        and variant.kv_layout != "paged"
+        and variant.page_size % _SWIZZLED_ROWS == 0
         and not variant.is_transformed
         and not variant.dropout
         and variant.value_source == "values"
         and not variant.head_dim_pe
         and not variant.mask_reads_pairs
         and not variant.score_reads_pairs
+        and len(variant.score_loads) <= _LOADS
         and all(
             2 * dim * itemsize > ROW_BYTES and dim <= 256 and dim * itemsize % _CHUNK == 0
             for dim in (variant.head_dim_qk, variant.head_dim_vo)
@@ -154,5 +158,5 @@ def map_boxes(plan: KernelPlan) -> list[tuple[int, ...]]:
     """What one copy takes by each of a kernel's tensor maps ``[request, head, token, dim]``."""
     tiles = plan.tiles
     q_rows = tiles.q if plan.schedule == "dqkv" else _CONSUMER_ROWS
-    rows = {"q_tiles": q_rows, "dout_tiles": q_rows, "k_tiles": tiles.kv, "v_tiles": tiles.kv}
+    rows = {"q_tiles": q_rows, "dout_tiles": q_rows, "k_tiles": plan.box_rows, "v_tiles": plan.box_rows}
     return [(1, 1, rows[arg.name], ROW_BYTES // DTYPES[arg.element].itemsize) for arg in plan.args if arg.is_map]

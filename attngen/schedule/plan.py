@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from attngen.ir.expr import Expr, H
 from attngen.ir.intervals import Span, TileClass
@@ -40,6 +41,11 @@ class KernelPlan(KernelLaunch):
     def reading(self, side: Side) -> Reading:
         """How the kernel reads queries, keys or values."""
         return reading(self.variant, side, self.target)
+
+    @property
+    def box_rows(self) -> int:
+        """Keys that one copy by a tensor map takes: a tile, or as many of it as surely lie in one page."""
+        return gcd(self.tiles.kv, self.variant.page_size)
 
     @property
     def turns(self) -> Turns | None:

@@ -41,7 +41,7 @@ class Row:
         kv_block: only where so many numbers, of keys or of values, share a scale; 0 fits all.
 
     A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, or of pages that tiles divide,
-    with an unmasked loop.
+    with an unmasked loop. Those of the cuda backend copy tiles in parts.
     """
 
     schedule: str
@@ -266,7 +266,7 @@ def choose_tiles(
             and row.transformed <= variant.is_transformed
             and row.dropout <= (variant.dropout > 0)
             and row.score_pairs <= variant.score_reads_pairs
-            and row.tiles.maps <= (mappable and variant.page_size % row.tiles.kv == 0)
+            and row.tiles.maps <= (mappable and (backend == "cuda" or variant.page_size % row.tiles.kv == 0))
             and (not row.kv_bits or stored_bits <= row.kv_bits)
             and not (listed and (row.tiles.q & (row.tiles.q - 1) or row.tiles.kv & (row.tiles.kv - 1)))
             and (row.tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))

@@ -16,7 +16,7 @@ from attngen.codegen.toolchain import BuildResult
 from attngen.compiler import plan_op, render_kernel
 from attngen.errors import SlowKernelError
 from attngen.schedule import retile
-from attngen.schedule.hopper import launch_shape
+from attngen.schedule.hopper import launch_shape, map_boxes
 from attngen.schedule.plan import KernelPlan
 from attngen.schedule.tables import CUDA
 from attngen.target import Target
@@ -59,10 +59,19 @@ SERVED = {
     "fp8": _spec(mask=CAUSAL, dtype="fp8_e4m3"),
     "fp8-unequal": _spec((192, 128), mask=CAUSAL, dtype="fp8_e4m3"),
     "fp8-wide": _spec((256, 256), dtype="fp8_e4m3", kv=ag.Ragged(scale="head"), score_mods=(CAP,)),
+    "paged-8": _spec(mask=CAUSAL, kv=ag.Paged(8)),
+    "paged-16-full": _spec(kv=ag.Paged(16, "HND")),
+    "paged-64": _spec(mask=ag.SlidingWindow(left=1023), kv=ag.Paged(64), dtype="fp16"),
+    "paged-narrow": _spec((64, 64), mask=CAUSAL, kv=ag.Paged(256)),
+    "paged-unequal": _spec((192, 128), mask=CAUSAL, kv=ag.Paged(32)),
+    "paged-wide": _spec((256, 256), mask=CAUSAL, kv=ag.Paged(16)),
+    "paged-fp8": _spec(mask=CAUSAL, dtype="fp8_e4m3", kv=ag.Paged(16)),
+    "paged-documents": _spec(mask=ag.Document(doc_ids="ids") & CAUSAL, kv=ag.Paged(128)),
 }
 ELSEWHERE = {
     "fp32": _spec(dtype="fp32"),
-    "paged": _spec(kv=ag.Paged(page_size=16)),
+    "small pages": _spec(kv=ag.Paged(page_size=4)),
+    "odd pages": _spec(kv=ag.Paged(page_size=36)),
     "quantized": _spec(kv=ag.Contiguous(dtype="fp8_e4m3")),
     "dropout": _spec(dropout=0.1),
     "sigmoid": _spec(normalizer=ag.Sigmoid()),
@@ -72,6 +81,7 @@ ELSEWHERE = {
     "narrow": _spec((32, 32)),
     "fp8-tokens": _spec(dtype="fp8_e4m3", kv=ag.Contiguous(scale="token")),
     "fp8-narrow": _spec((64, 64), dtype="fp8_e4m3"),
+    "many parameters": _spec(mask=CAUSAL, score_mods=(ag.Fire(4),)),
 }
 
 
@@ -122,6 +132,15 @@ def test_every_row_of_the_table_fits_a_multiprocessor(index: int) -> None:
     assert launch_shape(plan)[1] <= SHARED
     assert row.tiles.maps
     assert row.tiles.q == 64 * (row.tiles.num_warps // 4 - 1)
+
+
+@pytest.mark.parametrize(
+    ("page", "tile", "rows"), [(8, 128, 8), (24, 128, 8), (64, 128, 64), (256, 128, 128), (64, 176, 16)]
+)
+def test_a_copy_stays_in_a_page(page: int, tile: int, rows: int) -> None:
+    plan = _forward(_spec(mask=ag.Full() if tile == 176 else CAUSAL, kv=ag.Paged(page)))
+    assert plan.tiles.kv == tile
+    assert map_boxes(plan) == [(1, 1, n, 64) for n in (64, rows, rows)]  # of queries, keys and values
 
 
 def test_lists_of_tiles_have_powers_of_two() -> None:
