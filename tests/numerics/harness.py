@@ -43,6 +43,7 @@ class Case:
         pages: how a paged cache is passed: ``table``, ``csr`` or ``stacked``; latents are joined where ``stacked``.
         strided: pass views whose tokens and heads are not adjacent.
         exact: also ask for deterministic gradients, twice.
+        probe: queries are zero and values the numbers of their tokens: out is the mean visible token, and exp(lse) how many are.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     strided: bool = False
     seed: int = 0
     exact: bool = False
+    probe: bool = False
 
 
 @dataclass
@@ -73,6 +75,8 @@ def build_call(case: Case, device: str = "cpu") -> Call:
     generator = torch.Generator().manual_seed(case.seed + 1)
     lengths: dict[str, torch.Tensor] = {}
     q = _queries(case, variant, generator, lengths)
+    if case.probe:
+        q[~q.isnan()] = 0.0
     kv = _keys(case, variant, generator, lengths)
     if variant.dtype == "fp8_e4m3":
         lengths["q_scale"] = torch.tensor(0.7)
@@ -149,6 +153,8 @@ def _keys(
     else:
         shapes = [(len(case.kv_lens), max(case.kv_lens, default=0), heads, dim) for dim in dims]
     kv = [_random(shape, "fp32", generator, case.strided) for shape in shapes]
+    if case.probe and len(kv) == 2:
+        kv[1].copy_(_token_numbers(kv[1].shape[-3]))
     if variant.kv_layout == "padded" and len(set(case.kv_lens)) > 1:
         lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
         for b, n in enumerate(case.kv_lens):
@@ -166,12 +172,14 @@ def _pools(
     total = sum(counts) + 3
     order = torch.randperm(total, generator=generator, dtype=torch.int64)
     pools = []
-    for dim in dims:
+    for side, dim in enumerate(dims):
         pool = torch.full((total, size, variant.num_kv_heads, dim), float("nan"))
         start = 0
         for n, count in zip(case.kv_lens, counts, strict=True):
             rows = torch.full((count * size, variant.num_kv_heads, dim), float("nan"))
             rows[:n] = torch.randn(n, variant.num_kv_heads, dim, generator=generator)
+            if case.probe and side == 1:
+                rows[:n] = _token_numbers(n)
             pool[order[start : start + count]] = rows.view(count, size, variant.num_kv_heads, dim)
             start += count
         pools.append(pool)
@@ -191,6 +199,11 @@ def _pools(
         lengths["page_table"] = table
         lengths["kv_lens"] = torch.tensor(case.kv_lens, dtype=torch.int32)
     return pools
+
+
+def _token_numbers(count: int) -> torch.Tensor:
+    """Small whole numbers ``[count, 1, 1]`` that tell neighbours apart."""
+    return torch.arange(count).remainder(7)[:, None, None].float()
 
 
 def _param(param: Any, case: Case, variant: Variant, generator: torch.Generator) -> torch.Tensor:

@@ -38,5 +38,7 @@ def test_every_storage_in_every_layout(kernels: Place, name: str, op: Any) -> No
             form if form != "stacked" or "dtype" in fields else "table"
         )  # keys and values of two dtypes are never stacked
         spec = declare((4, 2), (head_dim, head_dim), mask=ag.Causal(), kv=kind(**place, **fields), dtype=dtype)
-        verdict = run_case(Case(name, spec, op, *LENS[op], way, seed=2), kernels.compile(spec), kernels.device)
-        assert not verdict.failures, (place, way, verdict)
+        for probe in (False, True):
+            case = Case(name, spec, op, *LENS[op], way, seed=2, probe=probe)
+            verdict = run_case(case, kernels.compile(spec), kernels.device)
+            assert not verdict.failures, (place, way, probe, verdict)
