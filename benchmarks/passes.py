@@ -62,7 +62,7 @@ def forward(cell: Cell) -> list[Row]:
     exact = _exact(cell, others)(*(x.bfloat16() for x in (q, k, v)))
     ours = partial(cell.ops().prefill, q, k, v, params=cell.setting.params)
     calls = {"attngen": ours} | {name: partial(peer, q, k, v) for name, peer in others.items()}
-    return _timed(f"prefill {cell}", calls, lambda out: relative_error(out, exact), cell.work)
+    return timed(f"prefill {cell}", calls, lambda out: relative_error(out, exact), cell.work)
 
 
 def backward(cell: Cell) -> list[Row]:
@@ -89,7 +89,7 @@ def backward(cell: Cell) -> list[Row]:
     def error(grads: Any) -> float:
         return max(relative_error(got, right) for got, right in zip(grads[:3], exact, strict=True))
 
-    return _timed(f"backward {cell}", calls, error, 2.5 * cell.work)
+    return timed(f"backward {cell}", calls, error, 2.5 * cell.work)
 
 
 def _exact(cell: Cell, others: dict[str, Any]) -> Callable[..., torch.Tensor]:
@@ -99,7 +99,7 @@ def _exact(cell: Cell, others: dict[str, Any]) -> Callable[..., torch.Tensor]:
     return partial(sdpa, backend=SDPBackend.FLASH_ATTENTION, causal=cell.setting.mask is not None)
 
 
-def _timed(
+def timed(
     case: str, contenders: dict[str, Callable[[], Any]], error_of: Callable[[Any], float], work: float
 ) -> list[Row]:
     """Those that run, checked, then timed in turn."""
