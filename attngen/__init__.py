@@ -3,6 +3,9 @@
 One declaration gives prefill, decode and backward ops, compiled for the CPU or a GPU and cached on disk.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from attngen.compiler import compile
 from attngen.errors import (
     ArgumentError,
@@ -86,7 +89,22 @@ from attngen.spec import (
     shipped_specs,
 )
 
+if TYPE_CHECKING:
+    from attngen.tuning import tune
+    from attngen.workload import Shape
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is first used."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return found
+
+
+_LATER = {"Shape": "attngen.workload", "tune": "attngen.tuning"}
 
 __all__ = [
     "GQA",
@@ -130,6 +148,7 @@ __all__ = [
     "RelativeBias",
     "Rope",
     "ScoreMod",
+    "Shape",
     "SiLU",
     "Sigmoid",
     "SlidingWindow",
@@ -162,5 +181,6 @@ __all__ = [
     "sin",
     "sqrt",
     "tanh",
+    "tune",
     "where",
 ]

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from attngen.backends.registry import serving
+from attngen.choice import tuning_key
 from attngen.compiler import compile as compile_spec
-from attngen.errors import AttngenError, BuildError, UnsupportedError
+from attngen.compiler import plan_op
+from attngen.errors import AttngenError, UnsupportedError
 from attngen.ops.op import BuiltKernel
 from attngen.settings import Settings
 from attngen.spec import AttentionSpec
-from attngen.store import Store
+from attngen.store import Store, Tuning, Tunings
 from attngen.store.artifact import read
 from attngen.target import Target
+from attngen.terminal import progress_bar
 from attngen.variant import OpName
+from attngen.workers import Say, run_jobs
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,9 @@ class Job:
     op: OpName
     backend: str = ""
     required: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.op} for {self.target}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def build_all(jobs: Sequence[Job], console: Console, workers: int, into: Path | 
     report, start = BuildReport(), time.perf_counter()
     ready: set[tuple[str, Target]] = set()
     missing: list[tuple[Job, UnsupportedError]] = []
-    with _building_into(into), _progress(console) as progress:
+    tunings = [] if into is None else _tunings_of(jobs)
+    with _building_into(into, tunings), progress_bar(console) as progress:
         task = progress.add_task("looking in the cache", total=len(jobs))
 
         def say(line: str) -> None:
@@ -111,8 +113,7 @@ def build_all(jobs: Sequence[Job], console: Console, workers: int, into: Path | 
             if not console.is_terminal:
                 console.print(f"building {line}", soft_wrap=True)
 
-        run = _run_here if min(workers, len(jobs)) <= 1 else partial(_run_in_processes, workers)
-        for job, outcome in run(jobs, say):
+        for job, outcome in run_jobs(_outcome, jobs, workers, say):
             progress.advance(task)
             if isinstance(outcome, list):
                 ready.add((job.name, job.target))
@@ -132,12 +133,11 @@ def build_all(jobs: Sequence[Job], console: Console, workers: int, into: Path | 
 
 
 _Outcome = list["KernelReport"] | AttngenError
-_Say = Callable[[str], None]
 
 
 @contextmanager
-def _building_into(folder: Path | None) -> Iterator[None]:
-    """Let builds of this process and its workers find and leave kernels in ``folder`` alone."""
+def _building_into(folder: Path | None, tunings: Sequence[Tuning]) -> Iterator[None]:
+    """Let builds of this process and its workers find and leave kernels in ``folder`` alone, tuned like these."""
     if folder is None:
         yield
         return
@@ -146,69 +146,17 @@ def _building_into(folder: Path | None) -> Iterator[None]:
         os.environ.pop(name, None)
     os.environ["ATTNGEN_CACHE_DIR"] = str(folder.absolute())
     try:
-        with Store.from_settings(Settings.from_env()).shipping():
+        store = Store.from_settings(Settings.from_env())
+        with store.shipping():
+            for record in tunings:
+                Tunings(store).put(record)
             yield
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def _run_here(jobs: Sequence[Job], say: _Say) -> Iterator[tuple[Job, _Outcome]]:
-    return ((job, _outcome(job, say)) for job in jobs)
-
-
-def _run_in_processes(workers: int, jobs: Sequence[Job], say: _Say) -> Iterator[tuple[Job, _Outcome]]:
-    """The jobs in their order, each as soon as it and those before it are done."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    lines = context.SimpleQueue()
-
-    def listen() -> None:
-        for line in iter(lines.get, None):
-            say(line)
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        with ProcessPoolExecutor(min(workers, len(jobs)), context, _start, (dict(os.environ), lines)) as pool:
-            futures = [pool.submit(_run, job) for job in jobs]
-            for job, future in zip(jobs, futures, strict=True):
-                yield job, _result(job, future)
-    finally:
-        lines.put(None)
-        listener.join()
-        lines.close()
-
-
-def _result(job: Job, future: Future[_Outcome]) -> _Outcome:
-    try:
-        return future.result()
-    except BrokenProcessPool as error:
-        return BuildError(
-            "a process that builds kernels has died",
-            where=f"{job.name}, {job.op} for {job.target}, or one beside it",
-            why=str(error),
-            fix="free some memory, or build less at once: --jobs 1",
-        )
-
-
-_lines: SimpleQueue[str | None] | None = None
-
-
-def _start(environment: Mapping[str, str], lines: SimpleQueue[str | None]) -> None:
-    """Make this process a worker, in the environment of the one that asks."""
-    global _lines  # noqa: PLW0603  # what a worker knows of its pool
-    os.environ.clear()
-    os.environ.update(environment)
-    _lines = lines
-
-
-def _run(job: Job) -> _Outcome:
-    assert _lines is not None
-    return _outcome(job, _lines.put)
-
-
-def _outcome(job: Job, say: _Say) -> _Outcome:
+def _outcome(job: Job, say: Say) -> _Outcome:
     built: set[str] = set()
 
     def progress(line: str) -> None:
@@ -222,6 +170,17 @@ def _outcome(job: Job, say: _Say) -> _Outcome:
         return error
 
 
+def _tunings_of(jobs: Sequence[Job]) -> list[Tuning]:
+    """What tunings of the jobs' ops have found, by every backend that may serve them."""
+    tunings, found = Tunings(Store.from_settings(Settings.from_env())), []
+    for job in jobs if tunings.any() else ():
+        for name in (job.backend,) if job.backend else serving(job.target):
+            with suppress(UnsupportedError):
+                plan = plan_op(job.spec, job.op, job.target, name)
+                found.append(tunings.find(tuning_key(plan)) if plan.kernels else None)
+    return [record for record in found if record is not None]
+
+
 def _report(job: Job, kernel: BuiltKernel, built: set[str]) -> KernelReport:
     artifact = read(kernel.folder)
     return KernelReport(
@@ -233,14 +192,3 @@ def _report(job: Job, kernel: BuiltKernel, built: set[str]) -> KernelReport:
         size=artifact.size,
         metadata=kernel.metadata,
     )
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        SpinnerColumn(),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

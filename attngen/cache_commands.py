@@ -11,7 +11,7 @@ from rich.text import Text
 
 from attngen.errors import ArgumentError
 from attngen.settings import Settings
-from attngen.store import Artifact, Store, differences
+from attngen.store import Artifact, Store, Tunings, differences
 from attngen.terminal import age_text, count, out, size_text, table_of
 
 _PREFIX = 12
@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @app.command("ls")
 def ls() -> None:
-    """Every entry of every cache."""
+    """Every entry of every cache, and what tunings have found."""
     console, entries = out(), list(_store().entries())
     table = table_of("spec", "op", "entry", "target", ">size", ">age", "folder")
     for artifact in sorted(entries, key=lambda artifact: (artifact.manifest.entry, artifact.manifest.target)):
@@ -33,6 +33,13 @@ def ls() -> None:
     if entries:
         console.print(table)
     console.print(_total(entries))
+    records = [record for _, record in Tunings(_store()).all()]
+    tuned = table_of("tuned spec", "op", "backend", "target", "kernels", ">faster", "for", "on")
+    for record in sorted(records, key=lambda record: (record.spec, record.op, record.target)):
+        place = (record.spec, record.op, record.backend, record.target, ", ".join(record.tiles))
+        tuned.add_row(*place, f"x {record.speedup:.2f}", "; ".join(record.shapes), record.device)
+    if records:
+        console.print(tuned)
 
 
 @app.command("why")
@@ -53,8 +60,8 @@ def why(
 
 @app.command("verify")
 def verify() -> None:
-    """Check every file of every entry against its checksum."""
-    damaged = _store().verify()
+    """Check every file of every entry, and every tuning, against its checksum."""
+    damaged = _store().verify() | Tunings(_store()).damaged()
     for folder, reason in damaged.items():
         out().print(Text(f"{folder}: {reason}", "red"), soft_wrap=True)
     out().print(count(len(damaged), "damaged entry"))
@@ -88,7 +95,7 @@ def gc(
 def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove every entry of your own cache; shipped ones stay."""
+    """Remove every entry of your own cache, and what tunings have found; shipped ones stay."""
     store = _store()
     root = None if store.root is None else store.root.path
     entries = store.own_entries()

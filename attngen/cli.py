@@ -18,17 +18,19 @@ from attngen import cache_commands
 from attngen import demo as encoder_demo
 from attngen.backends import registry
 from attngen.builds import BuildReport, Job, build_all
-from attngen.compiler import plan_op
+from attngen.choice import chosen_plan
 from attngen.deployment import wanted
-from attngen.doctor import examine, local_backend, local_target
+from attngen.doctor import examine, local_target
 from attngen.errors import ArgumentError, AttngenError, BuildError, UnsupportedError
 from attngen.explain import Request, Section, Stage, declared, explain, others
 from attngen.export_command import export_specs
-from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
+from attngen.picture import TileMap, save_png, telling_length, terminal_picture
 from attngen.spec import AttentionSpec, load_spec, shipped_specs
 from attngen.target import CPU_ARCHS, CUDA_ARCHS, HIP_ARCHS, Target
 from attngen.terminal import console_for, count, err, out, print_error, size_text, table_of
+from attngen.tune_command import tune_spec
 from attngen.variant import OPS, OpName
+from attngen.workload import read_parameter, sample_parameters
 
 _FACTS = ("threads", "shared", "registers", "spills")
 _LOG_LINES = 60
@@ -50,6 +52,7 @@ app = typer.Typer(
     cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 app.command("export")(export_specs)
+app.command("tune")(tune_spec)
 app.add_typer(cache_commands.app, name="cache", help="Look at the cache of built kernels, or make it smaller.")
 
 SpecArgument = Annotated[
@@ -193,7 +196,7 @@ def explain_spec(
     place = Target.parse(target) if target else local_target()
 
     def sections(name: str) -> list[Section]:
-        return explain(Request(load_spec(name), _op(op), place, backend or local_backend(place), kernel), wanted)
+        return explain(Request(load_spec(name), _op(op), place, backend, kernel), wanted)
 
     found = sections(source)
     if diff:
@@ -233,7 +236,7 @@ def show(
     """Draw a mask and what the prefill kernel does with its tiles."""
     spec = load_spec(source)
     place = Target.parse(target) if target else local_target()
-    plan = plan_op(spec, "prefill", place, backend or local_backend(place))
+    plan = chosen_plan(spec, "prefill", place, backend)
     if not plan.kernels:
         raise UnsupportedError(
             f"{plan.backend} has no tiles",

@@ -17,30 +17,28 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 
-from attngen.backends.base import Backend
 from attngen.backends.devices import device_target
 from attngen.backends.registry import backend as get_backend
-from attngen.backends.registry import serving
-from attngen.codegen.render import RenderedKernel, render
+from attngen.choice import choose_op, plan_op, plan_variant, render_kernel, toolchain_of
+from attngen.codegen.render import RenderedKernel
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.text import to_text
 from attngen.ops import BuiltKernel, Op, Ops
-from attngen.schedule import KernelPlan, OpPlan, choose_schedule, retile
+from attngen.schedule import KernelPlan, OpPlan, retile
 from attngen.settings import Settings
 from attngen.signature import Signature
 from attngen.spec import AttentionSpec
 from attngen.store import Artifact, Store
 from attngen.target import Target
 from attngen.variant import OPS, OpName, Variant, normalize
+
+__all__ = ["build_kernels", "build_op", "compile", "default_target", "plan_op", "render_kernel"]
 
 log = logging.getLogger("attngen")
 
@@ -92,102 +90,27 @@ def _check_name(op: str) -> None:
         raise UnsupportedError(f"no op {op!r}", where="ops", why="it does not exist", fix=f"use {', '.join(OPS)}")
 
 
-def plan_op(spec: AttentionSpec, op: OpName, target: Target, backend: str, *, deterministic: bool = False) -> OpPlan:
-    """Normalize and schedule one op, checking that the backend can run it."""
-    return _plan_variant(normalize(spec, op), op, target, backend, deterministic=deterministic)
-
-
-def _plan_variant(variant: Variant, op: OpName, target: Target, backend: str, *, deterministic: bool) -> OpPlan:
-    toolchain = get_backend(backend)
-    if toolchain is not None:
-        toolchain.check(variant, op, target)
-    return choose_schedule(variant, op, target, backend, deterministic=deterministic)
-
-
-def render_kernel(plan: KernelPlan) -> RenderedKernel:
-    """The source of one kernel, or its replacement from ``ATTNGEN_OVERRIDE_DIR``."""
-    toolchain = _toolchain(plan.backend)
-    kernel = render(plan, toolchain.dialect, toolchain.suffix, toolchain.flags(plan))
-    override = Settings.from_env().override_dir
-    if override:
-        path = Path(override) / f"{kernel.entry}{kernel.suffix}"
-        if path.is_file():
-            log.warning("attngen: source of %s replaced by %s", kernel.entry, path)
-            return replace(kernel, source=path.read_text(encoding="utf-8"))
-    return kernel
-
-
-def choose_op(
-    variant: Variant, op: OpName, target: Target, backend: str | None, *, deterministic: bool = False
-) -> OpPlan | Op:
-    """What to build for one op, or the op itself where a cache decides.
-
-    Without a backend, an image's cache (``ATTNGEN_CACHE_PATH``) comes first: its kernels run wherever it is, whichever
-    toolchains happen to be there. Then come, the fastest first, backends whose toolchains are here and those whose kernels lie
-    in a cache; where building is forbidden, only the latter.
-
-    Raises:
-        UnsupportedError: no backend can run it.
-    """
-
-    @cache
-    def plan_for(name: str) -> OpPlan | UnsupportedError:
-        try:
-            return _plan_variant(variant, op, target, name, deterministic=deterministic)
-        except UnsupportedError as error:
-            return error
-
-    def plans() -> Iterator[OpPlan]:
-        return (plan for name in names if isinstance(plan := plan_for(name), OpPlan))
-
-    names = (backend,) if backend else serving(target)
-    default = next(plans(), None)
-    if default is None:
-        raise cast("UnsupportedError", plan_for(names[0]))
-    if len(names) == 1:
-        return default
-    settings = Settings.from_env()
-    store = Store.from_settings(settings)
-    if store.shipped and (found := _first(plans(), store.shipped_only())) is not None:
-        return found
-    if settings.require_cached:
-        return _first(plans(), store) or default
-    for plan in plans():
-        if all(_toolchain(kernel.backend).fingerprint(target) is not None for kernel in plan.kernels):
-            return plan
-        if (found := find_op(plan, store)) is not None:
-            return found
-    return default
-
-
-def _first(plans: Iterable[OpPlan], store: Store) -> Op | None:
-    return next((found for plan in plans if (found := find_op(plan, store)) is not None), None)
-
-
-def find_op(plan: OpPlan, store: Store) -> Op | None:
-    """The op from kernels in caches, with the tiles that their builds settled on; ``None`` if one is missing."""
-    found = []
-    for kernel in plan.kernels:
-        rendered = render_kernel(kernel)
-        artifact = store.find(rendered, _toolchain(kernel.backend).fingerprint(rendered.target))
-        if artifact is None:
-            return None
-        if artifact.rejected:
-            return find_op(retile(plan, kernel), store)
-        found.append(BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata))
-    return Op(plan, found)
-
-
 def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None) -> Op:
-    """Render, build or find, and bind the kernels of one op; kernels that must be built are built side by side."""
+    """Render, build or find, and bind the kernels of one op; others take the place of those that come out slow."""
+    op, rejected = build_kernels(spec, plan, progress)
+    for kernel in plan.kernels:
+        if kernel.role in rejected:
+            return build_op(spec, retile(plan, kernel), progress)
+    return op
+
+
+def build_kernels(
+    spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None
+) -> tuple[Op, dict[str, str]]:
+    """The op of exactly this plan, its kernels built side by side, and by role why those that come out slow do."""
     if not plan.kernels:
-        return Op(plan, ())
+        return Op(plan, ()), {}
     settings = Settings.from_env()
     store = Store.from_settings(settings)
     rejected: dict[str, str] = {}
 
     def build(kernel: KernelPlan) -> BuiltKernel:
-        rendered, toolchain = render_kernel(kernel), _toolchain(kernel.backend)
+        rendered, toolchain = render_kernel(kernel), toolchain_of(kernel.backend)
         artifact = store.find(rendered, toolchain.fingerprint(rendered.target))
         if settings.debug:
             _show(settings.debug, kernel, rendered, artifact)
@@ -210,10 +133,7 @@ def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] 
     else:
         with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
             built = list(pool.map(build, plan.kernels))
-    for kernel in plan.kernels:
-        if kernel.role in rejected:
-            return build_op(spec, retile(plan, kernel), progress)
-    return Op(plan, built)
+    return Op(plan, built), rejected
 
 
 def _show(level: int, plan: KernelPlan, rendered: RenderedKernel, artifact: Artifact | None) -> None:
@@ -235,15 +155,6 @@ def _show(level: int, plan: KernelPlan, rendered: RenderedKernel, artifact: Arti
 def _explain(spec: AttentionSpec, plan: OpPlan) -> str:
     source = spec.name or "SPEC.toml"
     return f"attngen explain {source} --op {plan.op} --target {plan.target} --backend {plan.backend} --stage source"
-
-
-def _toolchain(name: str) -> Backend:
-    toolchain = get_backend(name)
-    if toolchain is None:
-        raise UnsupportedError(
-            f"{name} has no kernels", where="backend", why="it evaluates the variant directly", fix="use cpp or triton"
-        )
-    return toolchain
 
 
 @dataclass(frozen=True)
@@ -280,8 +191,11 @@ class _Resolver:
             try:
                 variant = self.variant(op)
                 chosen = choose_op(variant, op, target, self.backend, deterministic=deterministic)
-                plan = chosen.plan if isinstance(chosen, Op) else chosen
-                if deterministic and plan == _plan_variant(variant, op, target, plan.backend, deterministic=False):
+                name = (chosen.plan if isinstance(chosen, Op) else chosen).backend
+                exact, usual = (
+                    plan_variant(variant, op, target, name, deterministic=given) for given in (deterministic, False)
+                )
+                if deterministic and exact == usual:
                     future.set_result(self(op, device))
                 else:
                     future.set_result(chosen if isinstance(chosen, Op) else build_op(self.spec, chosen, self.progress))

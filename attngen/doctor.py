@@ -24,7 +24,7 @@ from attngen.backends.registry import default_backend
 from attngen.backends.triton_compile import triton_folder, triton_version
 from attngen.errors import AttngenError
 from attngen.settings import Settings
-from attngen.store import Store
+from attngen.store import Store, Tunings
 from attngen.store.disk import Root
 from attngen.target import Target
 
@@ -151,6 +151,18 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", "no home folder: kernels last as long as a process", "set ATTNGEN_CACHE_DIR")
         return
     yield _root("cache", store.root, writable=True)
+    yield from _tunings(Tunings(store))
+
+
+def _tunings(tunings: Tunings) -> Iterator[Finding]:
+    """Ops that run with other tiles than the table's."""
+    if not tunings.any():
+        return
+    for _, record in tunings.all():
+        name = f"{record.spec or 'unnamed'} {record.op} for {record.target}"
+        yield Finding("tuned", f"{name}: {record.gain}")
+    for path, reason in tunings.damaged().items():
+        yield Finding("tuned", f"{path} is not used: {reason}", "remove it, and tune again")
 
 
 def _root(name: str, root: Root, *, writable: bool) -> Finding:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from attngen.backends.triton_compile import triton_folder
+from attngen.choice import chosen_plan, table_plan, tuning_of
 from attngen.compiler import compile as compile_spec
-from attngen.compiler import plan_op, render_kernel
+from attngen.compiler import render_kernel
 from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.expr import Expr, Load
 from attngen.ir.hoist import hoist
@@ -19,7 +20,9 @@ from attngen.ir.simplify import of_product
 from attngen.ir.text import to_text
 from attngen.ops.op import BuiltKernel
 from attngen.schedule import KernelPlan, OpPlan
+from attngen.settings import Settings
 from attngen.spec import AttentionSpec, Softmax
+from attngen.store import Store, Tuning
 from attngen.target import Target
 from attngen.variant import OpName, Variant, normalize
 
@@ -48,14 +51,15 @@ class Request:
     """What to explain.
 
     Attributes:
-        spec, op, target, backend: as for :func:`attngen.compile`.
+        spec, op, target: as for :func:`attngen.compile`.
+        backend: likewise; what :func:`attngen.compile` would choose where it is empty.
         kernel: only this kernel (``forward``, ``forward_short``, ``merge``, ``delta``, ``dkdv``, ``dq``, ``append``); all if empty.
     """
 
     spec: AttentionSpec
     op: OpName
     target: Target
-    backend: str
+    backend: str = ""
     kernel: str = ""
 
 
@@ -72,10 +76,10 @@ def explain(request: Request, stage: Stage) -> list[Section]:
         return [
             Section(f"{request.op} of {name}", variant_text(normalize(request.spec, request.op), request.spec), "text")
         ]
-    plan = plan_op(request.spec, request.op, request.target, request.backend)
+    plan = chosen_plan(request.spec, request.op, request.target, request.backend)
     if stage == "plan":
         kernels = _chosen(request, plan.kernels) if request.kernel else plan.kernels
-        return [Section(f"{request.op} of {name}", plan_text(plan, kernels), "text")]
+        return [Section(f"{request.op} of {name}", plan_text(plan, kernels, _tuning(request)), "text")]
     if not plan.kernels:
         raise UnsupportedError(
             f"{plan.backend} has no kernels",
@@ -85,7 +89,7 @@ def explain(request: Request, stage: Stage) -> list[Section]:
         )
     if stage == "source":
         return [source_section(kernel) for kernel in _chosen(request, plan.kernels)]
-    ops = compile_spec(request.spec, target=request.target, ops=(request.op,), backend=request.backend)
+    ops = compile_spec(request.spec, target=request.target, ops=(request.op,), backend=request.backend or None)
     wanted = {kernel.role for kernel in _chosen(request, plan.kernels)}
     return [asm_section(built) for built in ops.op(request.op).kernels if built.plan.role in wanted]
 
@@ -127,10 +131,16 @@ def _algebra(name: str, expr: Expr, variant: Variant, declared_expr: Expr) -> li
     return [*lines, *named, _line("  a pair", expr_text(hoisted.bodies[0]))] if named else lines
 
 
-def plan_text(plan: OpPlan, kernels: Iterable[KernelPlan]) -> str:
+def _tuning(request: Request) -> Tuning | None:
+    plan = table_plan(request.spec, request.op, request.target, request.backend)
+    return tuning_of(plan, Store.from_settings(Settings.from_env()))
+
+
+def plan_text(plan: OpPlan, kernels: Iterable[KernelPlan], tuning: Tuning | None = None) -> str:
     """Kernels in launch order, with everything that was decided about them."""
     number = len(plan.kernels)
     parts = [f"{plan.op} for {plan.target} by {plan.backend}: {number} kernel{'' if number == 1 else 's'}\n"]
+    parts += [] if tuning is None else [f"tuned: {', '.join(tuning.tiles)}: {tuning.gain}\n"]
     return "\n".join([*parts, *map(kernel_text, kernels)])
 
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngen as ag
-from benchmarks.measure import Row, relative_error, report, time_cpu
+from attngen.timing import time_cpu
+from benchmarks.measure import Row, relative_error, report
 
 flex = torch.compile(flex_attention)
 

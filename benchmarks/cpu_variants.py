@@ -11,8 +11,9 @@ from functools import partial
 import torch
 
 import attngen as ag
+from attngen.timing import time_cpu
 from benchmarks.cpu import flex
-from benchmarks.measure import Row, relative_error, report, time_cpu
+from benchmarks.measure import Row, relative_error, report
 from benchmarks.settings import BATCH, DIM, LENGTH, Setting, document_ids, variants
 
 HEADS = 4

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import attngen as ag
+from attngen.timing import as_graph, time_gpu
 from benchmarks import passes
-from benchmarks.measure import Row, as_graph, relative_error, report, time_gpu, versions
+from benchmarks.measure import Row, relative_error, report, versions
 from benchmarks.passes import Cell
 from benchmarks.settings import CAUSAL, FULL
 

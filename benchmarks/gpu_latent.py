@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import attngen as ag
-from benchmarks.measure import Row, as_graph, relative_error, report, time_gpu, versions
+from attngen.timing import as_graph, time_gpu
+from benchmarks.measure import Row, relative_error, report, versions
 
 HEADS, CKV, KPE, PAGE = 128, 512, 64, 64
 SCALE = (128 + 64) ** -0.5

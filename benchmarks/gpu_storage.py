@@ -15,8 +15,9 @@ import torch.nn.functional as F
 import attngen as ag
 from attngen.dtypes import DTYPES, Storage, dequantize
 from attngen.ops.checks import torch_dtype
+from attngen.timing import as_graph, time_gpu
 from attngen.variant import normalize
-from benchmarks.measure import Row, as_graph, relative_error, report, time_gpu, versions
+from benchmarks.measure import Row, relative_error, report, versions
 
 BATCH, KEYS, HEADS, DIM = 64, 8192, 8, 128
 STORAGES: dict[str, dict[str, Any]] = {

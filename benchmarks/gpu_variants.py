@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 import attngen as ag
 from attngen.ops.batching import collect_inputs
 from attngen.ops.storage import Extras
-from benchmarks.measure import Row, report, time_gpu, versions
+from attngen.timing import time_gpu
+from benchmarks.measure import Row, report, versions
 from benchmarks.passes import Cell, backward, forward
 from benchmarks.settings import BATCH, DIM, LENGTH, document_ids, variants
 

@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend
 
 import attngen as ag
 from attngen.ops.checks import torch_dtype
-from benchmarks.measure import Row, relative_error, time_gpu
+from attngen.timing import time_gpu
+from benchmarks.measure import Row, relative_error
 from benchmarks.peers import peers, sdpa
 from benchmarks.settings import Setting
 

@@ -14,9 +14,10 @@ import attngen as ag
 from attngen.compiler import plan_op
 from attngen.ir.evaluate import evaluate
 from attngen.ir.expr import SCORE
-from attngen.picture import TileMap, sample_parameters
+from attngen.picture import TileMap
 from attngen.picture.png import Axis, Canvas, mask_bytes
 from attngen.target import Target
+from attngen.workload import sample_parameters
 
 FOLDER = Path(__file__).parent
 LENGTH, TILE, ZOOM, HEADS = 96, 8, 3, 4

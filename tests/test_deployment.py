@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import attngen as ag
-from attngen import builds, compiler, target
+from attngen import builds, compiler, target, workers
 from attngen.builds import Job, build_all
 from attngen.deployment import wanted
 from tests.store.children import start
@@ -143,12 +143,12 @@ def test_failures_show_the_log_and_others_go_on(tmp_path: Path, monkeypatch: pyt
     assert "2 kernels: 2 built, 0 cached" in result.stdout
 
 
-def _die(line: str) -> None:
+def _die(job: Job, say: workers.Say) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_that_dies_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builds, "_run", _die)
+    monkeypatch.setattr(builds, "_outcome", _die)
     jobs = [Job("mixed", SPEC, target.Target.parse("cpu"), op) for op in ("prefill", "decode")]
     report = build_all(jobs, Console(quiet=True), 2)
     assert report.kernels == []

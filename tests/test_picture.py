@@ -16,13 +16,14 @@ from attngen.errors import ArgumentError, AttngenError
 from attngen.ir.expr import TRUE, Const
 from attngen.ir.text import to_text
 from attngen.masks import MaskMod
-from attngen.picture import TileMap, read_parameter, sample_parameters, save_png, telling_length, terminal_picture
+from attngen.picture import TileMap, save_png, telling_length, terminal_picture
 from attngen.picture.png import PAIRS, UNDECIDED, Canvas, draw
 from attngen.picture.terminal import VISIBLE, WHOLE, counts, pixel_edges
 from attngen.picture.tiles import assume
 from attngen.schedule import choose_schedule
 from attngen.target import Target
 from attngen.variant import normalize
+from attngen.workload import read_parameter, sample_parameters
 
 
 def tile_map(mask: MaskMod, qo_len: int, kv_len: int, tile_q: int, tile_kv: int, **options: object) -> TileMap:

@@ -14,6 +14,7 @@ import torch
 from attngen.backends import launcher
 from attngen.backends.base import Launch
 from attngen.backends.triton import TritonBackend
+from attngen.backends.triton_compile import SHARED_LIMITS
 from attngen.codegen.dialects import CudaDialect
 from attngen.codegen.printer import Dialect
 from attngen.codegen.render import RenderedKernel
@@ -67,14 +68,20 @@ class CudaBackend:
     def build(self, kernel: RenderedKernel, folder: Path) -> BuildResult:
         """Compile the source to a cubin; ``ptxas -v`` tells registers and spills."""
         options = [flag for flag in kernel.flags if not flag.startswith("launch:")]
+        launch = {
+            name: int(number)
+            for name, _, number in (
+                flag.removeprefix("launch:").partition("=") for flag in kernel.flags if flag.startswith("launch:")
+            )
+        }
+        _require_shared(kernel, launch["shared"])
         cubin, log = compile_cubin(kernel, options)
         facts = resources(log)
         if "serialized" in facts or facts.get("spills", 0) > MOST_SPILLS:
             raise _slow(kernel, facts, log)
         binary = f"{kernel.entry}.cubin"
         (folder / binary).write_bytes(cubin)
-        launch = dict(flag.removeprefix("launch:").split("=") for flag in kernel.flags if flag.startswith("launch:"))
-        return BuildResult(binary=binary, metadata={name: int(x) for name, x in launch.items()} | facts, log=log)
+        return BuildResult(binary=binary, metadata=launch | facts, log=log)
 
     def load(self, binary: Path, metadata: Mapping[str, Any], plan: KernelPlan, device: torch.device) -> Launch:
         """A function that launches the kernel on the device's current stream."""
@@ -90,6 +97,16 @@ class CudaBackend:
             "sized_maps": False,
             "resident": plan.tiles.blocks if plan.is_resident else 0,
         }
+
+
+def _require_shared(kernel: RenderedKernel, shared: int) -> None:
+    if shared > (limit := SHARED_LIMITS[kernel.target.arch]):
+        raise BuildError(
+            f"{kernel.entry} does not fit {kernel.target}",
+            where="launch:shared",
+            why=f"it needs {shared} bytes of shared memory, and a block on {kernel.target.arch} has {limit}",
+            fix="give the kernel smaller tiles or fewer stages in attngen/schedule/tables.py",
+        )
 
 
 def resources(log: str) -> dict[str, int]:

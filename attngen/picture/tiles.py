@@ -6,7 +6,6 @@ predicate itself. So a picture shows both, and a wrong bound would be seen.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -251,20 +250,6 @@ def assume(expr: Expr, known: Collection[str], outcome: bool) -> Expr:
         case Unary("not", x):
             return not_(assume(x, known, not outcome))
     return Const(outcome)
-
-
-def read_parameter(text: str) -> tuple[str, torch.Tensor]:
-    """Name and tensor of ``NAME=FILE.pt``; the file is read as data, never executed."""
-    name, _, file = text.partition("=")
-    try:
-        tensor = torch.load(file, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        why = str(error).partition("\n")[0]
-        raise ArgumentError(f"cannot read {text!r}", where="param", why=why, fix="pass NAME=FILE.pt") from None
-    if not isinstance(tensor, torch.Tensor):
-        why = f"it holds a {type(tensor).__name__}"
-        raise ArgumentError(f"{file} holds no tensor", where="param", why=why, fix="torch.save(tensor, file)")
-    return name, tensor
 
 
 def telling_length(mask: Expr) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal
 
@@ -13,7 +14,7 @@ from attngen.schedule.arguments import tensor_maps, turns
 from attngen.schedule.naming import entry_name
 from attngen.schedule.plan import Arg, KernelPlan, Tiles
 from attngen.schedule.reading import smallest_depth
-from attngen.schedule.tables import choose_tiles, padded
+from attngen.schedule.tables import fitting_tiles, padded
 from attngen.target import Target
 from attngen.variant import OpName, Variant
 
@@ -60,12 +61,9 @@ def plan_kernel(
         # What is left without the data is in the span, and a test would cost more than it saves.
         tile = TileClass(TRUE, FALSE)
     if tiles is None:
-        mappable = backend == "cuda" or (
-            schedule == "forward" and _fits_maps(variant, keys, packed=packed, lists=lists)
-        )
-        table = schedule if schedule != "forward" else "decode" if packed else op
-        rows = variant.group_size * (SHORT_QUERIES if serves == "short" else 1)
-        tiles = choose_tiles(backend, table, variant, target, mappable=mappable, rows=rows)
+        tiles = _table(variant, op, schedule, target, backend, keys, packed=packed, lists=lists, serves=serves).fitting[
+            0
+        ]
     multiplies = backend == "triton" and schedule in ("forward", "dkdv", "dq", "dparams")
     depth = smallest_depth(variant, "dims", target) if multiplies else 16
     if tiles.maps:
@@ -85,7 +83,7 @@ def plan_kernel(
         block_pe=padded(variant.head_dim_pe, backend, depth) if variant.head_dim_pe else 0,
         packed=packed,
         split=split,
-        min_split=_min_split(variant, backend, tiles),
+        min_split=min_split(variant, backend, tiles),
         max_splits=MAX_SPLITS,
         args=args,
         keys=keys,
@@ -100,7 +98,55 @@ def plan_kernel(
     )
 
 
-def _min_split(variant: Variant, backend: str, tiles: Tiles) -> int:
+@dataclass(frozen=True)
+class Choices:
+    """Where the tiles of a kernel come from.
+
+    Attributes:
+        schedule: what the backend's table calls it.
+        mappable: whether it can use tensor maps.
+        fitting: tiles of the table that fit, the first choice first.
+    """
+
+    schedule: str
+    mappable: bool
+    fitting: tuple[Tiles, ...]
+
+
+def choices(kernel: KernelPlan) -> Choices:
+    """Where the tiles of a planned kernel come from."""
+    return _table(
+        kernel.variant,
+        kernel.op,
+        kernel.schedule,
+        kernel.target,
+        kernel.backend,
+        kernel.keys,
+        packed=kernel.packed,
+        lists=kernel.lists,
+        serves=kernel.serves,
+    )
+
+
+def _table(
+    variant: Variant,
+    op: OpName,
+    schedule: str,
+    target: Target,
+    backend: str,
+    keys: Span,
+    *,
+    packed: bool,
+    lists: bool,
+    serves: str,
+) -> Choices:
+    mappable = backend == "cuda" or (schedule == "forward" and _fits_maps(variant, keys, packed=packed, lists=lists))
+    table = schedule if schedule != "forward" else "decode" if packed else op
+    rows = variant.group_size * (SHORT_QUERIES if serves == "short" else 1)
+    return Choices(table, mappable, fitting_tiles(backend, table, variant, target, mappable=mappable, rows=rows))
+
+
+def min_split(variant: Variant, backend: str, tiles: Tiles) -> int:
     """Keys of a part, at least: enough for each warp of the cuda backend, which work alone, to get into its stride."""
     smallest = MIN_SPLIT if variant.head_dim_vo <= 256 else MIN_WIDE_SPLIT
     return max(smallest, _TILES_A_WARP * tiles.num_warps * tiles.kv) if backend == "cuda" else smallest

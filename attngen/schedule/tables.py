@@ -222,35 +222,23 @@ CPP = (
 )
 
 
-def choose_tiles(
-    backend: str,
-    schedule: str,
-    variant: Variant,
-    target: Target,
-    *,
-    mappable: bool = False,
-    rows: int = 0,
-    after: Tiles | None = None,
-) -> Tiles:
-    """The first fitting row of the backend's table.
+def fitting_tiles(
+    backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False, rows: int = 0
+) -> tuple[Tiles, ...]:
+    """Tiles of the backend's table that fit, the first choice first.
 
     Args:
         schedule: as in :class:`Row`.
         mappable: whether the kernel can use tensor maps.
         rows: packed rows of a request, for rows of the table that ask for a ``group_size``; that of the variant by default.
-        after: the choice before, that was of no use.
     """
     table = {"cpp": CPP, "cuda": CUDA}.get(backend) or (INTERPRET if target.kind == "interpret" else TRITON)
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
     stored_bits = max(variant.k_storage.row.bits, variant.v_storage.row.bits)
     itemsize = max(DTYPES[variant.compute_dtype].itemsize, stored_bits // 8)
-    keys, queries = (
-        smallest_depth(variant, axis, target) if backend == "triton" else 0 for axis in ("keys", "queries")
-    )
-    # Lists of tiles are made by Triton.
-    listed = backend == "cuda" and variant.mask_reads_data
-    passed = after is None
-    for row in table:
+    fits = tuple(
+        row.tiles
+        for row in table
         if (
             row.schedule == schedule
             and head_dim <= row.head_dim
@@ -266,18 +254,31 @@ def choose_tiles(
             and row.transformed <= variant.is_transformed
             and row.dropout <= (variant.dropout > 0)
             and row.score_pairs <= variant.score_reads_pairs
-            and row.tiles.maps <= (mappable and (backend == "cuda" or variant.page_size % row.tiles.kv == 0))
             and (not row.kv_bits or stored_bits <= row.kv_bits)
-            and not (listed and (row.tiles.q & (row.tiles.q - 1) or row.tiles.kv & (row.tiles.kv - 1)))
-            and (row.tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))
-            and (row.tiles.q >= queries or schedule != "dkdv")
             and row.kv_block in (0, variant.k_storage.block, variant.v_storage.block)
-        ):
-            if row.tiles == after:
-                passed = True
-            elif passed:
-                return row.tiles
-    raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")
+            and may_run(row.tiles, backend, schedule, variant, target, mappable=mappable)
+        )
+    )
+    if not fits:
+        raise LookupError(f"no {backend} tiles for {schedule} with head dim {head_dim}")
+    return tuple(dict.fromkeys(fits))
+
+
+def may_run(
+    tiles: Tiles, backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False
+) -> bool:
+    """Whether kernels of these tiles would be right, be they fast or not; arguments as for :func:`fitting_tiles`."""
+    keys, queries = (
+        smallest_depth(variant, axis, target) if backend == "triton" else 0 for axis in ("keys", "queries")
+    )
+    # Lists of tiles are made by Triton.
+    listed = backend == "cuda" and variant.mask_reads_data
+    return (
+        tiles.maps <= (mappable and (backend == "cuda" or variant.page_size % tiles.kv == 0))
+        and not (listed and (tiles.q & (tiles.q - 1) or tiles.kv & (tiles.kv - 1)))
+        and (tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))
+        and (tiles.q >= queries or schedule != "dkdv")
+    )
 
 
 def padded(head_dim: int, backend: str, smallest: int = 16) -> int:

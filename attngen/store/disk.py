@@ -4,7 +4,8 @@ Correct by one rename: an entry appears complete or not at all. Locks only keep 
 twice, so a lock that cannot be had is done without. Looking an entry up takes no lock, and writes nothing
 but, once an hour, the time of a folder in the user's own root: when its entry was last used.
 
-Below a root: ``<digest>/<fingerprint>/`` entries, ``locks/``, ``building/`` private folders of builds,
+Below a root: ``<digest>/<fingerprint>/`` entries, ``tuned/`` what tunings have found, ``locks/``,
+``building/`` private folders of builds,
 ``failed/<digest>.log``, and ``damaged-…`` entries that were moved aside.
 """
 
@@ -32,6 +33,7 @@ from attngen.store.build import Order, build_entry
 from attngen.store.key import slug, source_digest
 from attngen.store.manifest import DamagedError
 
+TUNED = "tuned"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -202,15 +204,17 @@ class Store:
             return 0
         self.root.require_trust()
         path = self.root.path
-        with self._changing(path):
+        with self.changing(path):
             waste = [*path.glob("damaged-*"), *(path / "failed").glob("*.log")]
             return private.discard(path, waste) + private.collect_leftovers(path)
 
     def clear(self) -> int:
-        """Remove every entry of the user's own root, and return how many there were; running builds go on."""
+        """Remove every entry of the user's own root, and return how many there were; tunings go too, running builds go on."""
         self.collect()
         if self.root is None or not self.root.path.is_dir():
             return 0
+        with self.changing(self.root.path):
+            private.discard(self.root.path, [self.root.path / TUNED])
         return self._discard(self.root, self.root.folders())
 
     def trim(self, *, max_size: int | None, max_age: float | None) -> list[Artifact]:
@@ -243,18 +247,18 @@ class Store:
         """
         assert self.root is not None
         path = self.root.path
-        with self._changing(path):
+        with self.changing(path):
             private.make_folder(path)
             self.root.require_trust()
             with private.private_folder(path) as folder:
                 private.require_room(folder)
         yield
-        with self._changing(path):
+        with self.changing(path):
             private.collect_leftovers(path)
-            private.open_for_reading(path, self.root.folders())
+            private.open_for_reading(path, [*self.root.folders(), *(path / TUNED).glob("*")])
 
     def _discard(self, root: Root, folders: list[Path]) -> int:
-        with self._changing(root.path):
+        with self.changing(root.path):
             removed = private.discard(root.path, folders)
         for parent in {folder.parent for folder in folders}:
             with suppress(OSError):  # another toolchain's entry is here, or a build has just put one here
@@ -262,7 +266,8 @@ class Store:
         return removed
 
     @contextmanager
-    def _changing(self, path: Path) -> Iterator[None]:
+    def changing(self, path: Path) -> Iterator[None]:
+        """Inside, what is wrong with a folder that is to be written is an error for people."""
         try:
             yield
         except OSError as error:
@@ -273,13 +278,14 @@ class Store:
                 fix="run this as its owner, where it is mounted writable",
             ) from error
 
-    def _roots(self) -> list[Root]:
+    def roots(self) -> list[Root]:
+        """Where entries are looked for, in this order."""
         temporary = private.temporary_root()
         own = () if self.root is None else (self.root,)
         return [*self.shipped, *own, *(() if temporary is None else (Root(temporary),))]
 
     def _folders(self) -> Iterator[Path]:
-        for root in self._roots():
+        for root in self.roots():
             with suppress(OSError):  # a root nobody can read has no entries
                 root.require_trust()
                 yield from root.folders()
@@ -287,7 +293,7 @@ class Store:
     def _search(self, digest: str, fingerprint: str | None) -> tuple[Artifact | None, list[str]]:
         """The first intact entry, and what was wrong with the ones before it."""
         problems = []
-        for root in self._roots():
+        for root in self.roots():
             lenient = fingerprint is None or root in self.shipped
             try:
                 root.require_trust()
