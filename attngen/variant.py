@@ -184,16 +184,23 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         SpecError: two mods declare one parameter differently.
     """
     latent = isinstance(spec.heads, MLA)
-    absorbed = latent and op in ("decode", "append")
+    absorbed = isinstance(spec.heads, MLA) and (spec.heads.absorbed or op in ("decode", "append"))
     place = _absorbed(spec.heads) if isinstance(spec.heads, MLA) and absorbed else _plain(spec.heads)
     kv_layout: Layout = "padded" if spec.kv.kind == "contiguous" else spec.kv.kind
     k_storage, v_storage = spec.kv.storages(spec.dtype)
     if latent and not absorbed:  # projected keys and values are never in the cache
         kv_layout = "padded" if kv_layout == "padded" else "ragged"
         k_storage = v_storage = Storage(spec.dtype)
-    if absorbed and op == "decode" and (spec.rope is not None or spec.qk_norm is not None):
+    if absorbed and op == "backward":
         raise UnsupportedError(
-            "absorbed decode neither rotates nor norms queries and keys",
+            "backward does not train on latents",
+            where="spec.heads.absorbed",
+            why="gradients of the projections need the keys and values that they make",
+            fix="train with absorbed=False, on projected keys and values",
+        )
+    if absorbed and op != "append" and (spec.rope is not None or spec.qk_norm is not None):
+        raise UnsupportedError(
+            f"absorbed {op} neither rotates nor norms queries and keys",
             where="spec.rope" if spec.rope is not None else "spec.qk_norm",
             why="its queries have been projected into the space of latents, and the cache holds keys that are rotated",
             fix="leave rope and qk_norm out, and rotate q_pe and kpe before the call (append of a spec with "
@@ -211,12 +218,12 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
         return _append(spec, place, kv_layout, k_storage, v_storage, rope)
     if op == "backward":
         _check_trainable(spec, kv_layout, k_storage, v_storage)
-    if spec.dropout and op == "decode":
+    if spec.dropout and (op == "decode" or absorbed):
         raise UnsupportedError(
-            "decode has no dropout",
+            f"{'absorbed ' if absorbed else ''}{op} has no dropout",
             where="spec.dropout",
             why="it serves inference",
-            fix="decode with a spec whose dropout is 0",
+            fix="declare a spec whose dropout is 0 for it",
         )
     score: Expr = SCORE
     for mod in spec.score_mods:

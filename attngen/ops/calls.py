@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +11,7 @@ from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops.batching import collect_inputs
 from attngen.ops.checks import check_strides, check_tensor, check_writable, readable
 from attngen.ops.kernels import KernelOp, allocate_backward, allocate_forward
-from attngen.ops.storage import Extras
+from attngen.ops.storage import Cache, Extras
 from attngen.signature import Declaration, Signature
 
 Params = Mapping[str, torch.Tensor]
@@ -18,6 +19,32 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tens
 # out, lse and largest logits; empty where there are none or none are wanted.
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _OUT_AXES = "[..., num_qo_heads, head_dim_vo]"
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys before those of a call, in a paged cache.
+
+    Attributes:
+        w_uk, w_uv: what projects latents up to keys and to values, ``[num_qo_heads, head_dim_ckv, ...]``.
+    """
+
+    cache: Cache
+    w_uk: torch.Tensor | None = None
+    w_uv: torch.Tensor | None = None
+
+
+def prefix_of(cache: Cache | None, w_uk: torch.Tensor | None, w_uv: torch.Tensor | None) -> Prefix | None:
+    """The prefix of a call, if it has one."""
+    for name, tensor in (("w_uk", w_uk), ("w_uv", w_uv)):
+        if cache is None and tensor is not None:
+            raise ArgumentError(
+                f"{name} has no meaning here",
+                where=name,
+                why="it projects the latents of kv_cache, and there are none",
+                fix="pass kv_cache too, or leave it out",
+            )
+    return None if cache is None else Prefix(cache, w_uk, w_uv)
 
 
 def check_options(

@@ -9,7 +9,7 @@ import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops import append, calls, torch_library
-from attngen.ops.calls import Gradients, Params, Rows
+from attngen.ops.calls import Gradients, Params, Prefix, Rows
 from attngen.ops.kernels import KernelOp
 from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.signature import OPS, Declaration, OpName, Signature
@@ -90,7 +90,7 @@ class Dispatch:
         *,
         partial: bool,
         return_max: bool,
-        prefix: Cache | None = None,
+        prefix: Prefix | None = None,
         key_indices: torch.Tensor | None = None,
     ) -> Result:
         """What :meth:`Methods.prefill` and :meth:`Methods.decode` share; ``prefix`` is a cache beside k and v."""
@@ -127,7 +127,7 @@ class Dispatch:
         *,
         partial: bool,
         want_max: bool,
-        prefix: Cache | None,
+        prefix: Prefix | None,
         key_indices: torch.Tensor | None,
     ) -> Rows:
         """out, lse and largest logits; ``given`` are all parameters."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from attngen.ops import append, torch_library
-from attngen.ops.calls import Gradients, Params
+from attngen.ops.calls import Gradients, Params, prefix_of
 from attngen.ops.dispatch import Dispatch, Result, chosen
 from attngen.ops.storage import Cache, Extras, Query, unpack
 
@@ -26,7 +26,7 @@ class Methods(Dispatch):
 
     def prefill(
         self,
-        q: torch.Tensor,
+        q: Query,
         k: Cache,
         v: Cache | None = None,
         *,
@@ -52,6 +52,8 @@ class Methods(Dispatch):
         offset: torch.Tensor | None = None,
         kv_cache: Cache | None = None,
         page_indptr: torch.Tensor | None = None,
+        w_uk: torch.Tensor | None = None,
+        w_uv: torch.Tensor | None = None,
         key_indices: torch.Tensor | None = None,
     ) -> Result:
         """Attention of many queries a request; like :meth:`attention`, gradients flow where an input requires them.
@@ -79,6 +81,9 @@ class Methods(Dispatch):
                 before come through ``page_table`` and ``kv_lens``, or in CSR form through ``page_indptr``, ``kv_indices`` and
                 ``kv_last_page_len``.
             page_indptr: int32 ``[batch + 1]``, pages of the keys in ``kv_cache``: what is ``kv_indptr`` where there are no others.
+            w_uk, w_uv: of MLA, where ``kv_cache`` holds latents: ``[num_qo_heads, head_dim_ckv, head_dim_nope]`` and
+                ``[num_qo_heads, head_dim_ckv, head_dim_vo]`` in the spec's dtype. A latent times them is a head's key, without kpe,
+                and its value. Queries are absorbed and results projected with them; q, k and v are those of MLA's prefill.
             key_indices: int32 ``[nnz_q, top_k]`` (decode: ``[batch, top_k]`` or ``[batch, qo_len, top_k]``): positions of the only
                 keys that a query sees, each once, padded with -1; over a paged cache with a page table. Latents are attended
                 to with absorbed queries.
@@ -115,7 +120,7 @@ class Methods(Dispatch):
             lse_base,
             partial=partial,
             return_max=return_max,
-            prefix=kv_cache,
+            prefix=prefix_of(kv_cache, w_uk, w_uv),
             key_indices=key_indices,
         )
 

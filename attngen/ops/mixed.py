@@ -2,6 +2,11 @@
 
 Both parts are attended to on their own, in fp32, and merged by their lse (:func:`attngen.merge_states`), so that each is read as it
 lies: the prefix in the cache's dtype and layout, the new tokens as the projection wrote them.
+
+A prefix of latents is attended to with absorbed queries (DeepSeek-V2, arXiv 2405.04434): ``q . (w_uk^T c) = (w_uk q) . c``, and
+what comes out is projected once a query. To project the prefix instead takes ``head_dim_ckv * (head_dim_nope + head_dim_vo)``
+products a key and head, and saves ``2 * head_dim_ckv - head_dim_nope - head_dim_vo`` a key, head and query: it pays from some
+170 new tokens a request on, but takes memory for every key and head of the prefix. Then project it, and prefill over both as one.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ import torch
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.expr import Coord
 from attngen.ops.batching import cached_lengths, check_page_lists, reads, same_batch
-from attngen.ops.calls import Rows
-from attngen.ops.checks import check_indptr, torch_dtype
+from attngen.ops.calls import Prefix, Rows
+from attngen.ops.checks import check_indptr, check_tensor, torch_dtype
 from attngen.ops.merge import merge_states
 from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.spec import MLA, AttentionSpec, Paged, Ragged
@@ -33,17 +38,22 @@ class PrefixPrefill:
         _check(spec, variant)
         self.spec, self.variant = spec, variant
         part = spec.model_copy(update={"out_dtype": "fp32", "output_gate": None})
-        self._prefix = compile_part(part)
+        prefix = part
+        if isinstance(spec.heads, MLA):
+            heads = spec.heads.model_copy(update={"absorbed": True})
+            prefix = part.model_copy(update={"heads": heads, "out_dtype": spec.dtype})
+        self._prefix = compile_part(prefix)
         self._fresh = compile_part(
             part.model_copy(update={"kv": Ragged.model_validate({"dtype": variant.compute_dtype})})
         )
 
+    @torch.no_grad()
     def __call__(
         self,
         q: Query,
         k: Cache,
         v: Cache | None,
-        cache: Cache,
+        prefix: Prefix,
         given: Extras,
         params: Mapping[str, torch.Tensor],
         *,
@@ -54,7 +64,7 @@ class PrefixPrefill:
 
         Args:
             q, k, v: ragged; ``given.kv_indptr`` delimits the new keys.
-            cache, given: the prefix, through ``page_table`` and ``kv_lens``, or ``page_indptr``, ``kv_indices`` and
+            prefix, given: the keys before them, through ``page_table`` and ``kv_lens``, or ``page_indptr``, ``kv_indices`` and
                 ``kv_last_page_len``; queries stand at the end of the new tokens.
         """
         if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
@@ -67,7 +77,7 @@ class PrefixPrefill:
         qo_indptr = check_indptr("qo_indptr", given.qo_indptr, q.shape[0], q.device, read=False)
         kv_indptr = check_indptr("kv_indptr", given.kv_indptr, k.shape[0], q.device, read=False)
         pages = _pages(given, len(qo_indptr) - 1, q.device)
-        lens = cached_lengths(self.variant.page_size, pages, len(qo_indptr) - 1, q.device)
+        lens = cached_lengths(self._prefix.declared.page_size, pages, len(qo_indptr) - 1, q.device)
         first = given.q_offset
         if first is None:
             first = lens + (kv_indptr.diff() - qo_indptr.diff())
@@ -75,8 +85,8 @@ class PrefixPrefill:
         positions: dict[str, Any] = {"qo_indptr": qo_indptr, "q_offset": first, "q_scale": given.q_scale}
         before = replace(pages, k_scale=given.k_scale, v_scale=given.v_scale, **positions)
         after = Extras(kv_indptr=kv_indptr, kv_offset=lens, **positions)
-        old = self._part(self._prefix, q, cache, None, before, own, want_max=want_max)
         new = self._part(self._fresh, q, k, v, after, own, want_max=want_max)
+        old = self._before(q, prefix, before, own, want_max=want_max)
         if not self.variant.is_softmax:
             return self._finished(old[0] + new[0], params), q.new_empty(0), q.new_empty(0)
         sink = None
@@ -86,10 +96,43 @@ class PrefixPrefill:
         out, lse = merge_states((old[0], new[0]), (old[1], new[1]), sink)
         return self._finished(out, params), lse, torch.maximum(old[2], new[2]) if want_max else q.new_empty(0)
 
+    def _before(
+        self, q: torch.Tensor, prefix: Prefix, given: Extras, params: Mapping[str, torch.Tensor], *, want_max: bool
+    ) -> Rows:
+        """Attention to the keys of the prefix, fp32 in the space of values."""
+        heads, weights = self.spec.heads, {"w_uk": prefix.w_uk, "w_uv": prefix.w_uv}
+        if not isinstance(heads, MLA):
+            for name, tensor in weights.items():
+                if tensor is not None:
+                    raise ArgumentError(
+                        f"{name} has no meaning here",
+                        where=name,
+                        why="it projects latents, and this cache holds keys and values",
+                        fix="leave it out",
+                    )
+            return self._part(self._prefix, q, prefix.cache, None, given, params, want_max=want_max)
+        w_uk, w_uv = (
+            check_tensor(
+                name,
+                tensor,
+                dtype=self.spec.dtype,
+                shape=(heads.num_qo_heads, heads.head_dim_ckv, width),
+                axes=f"[num_qo_heads, head_dim_ckv, {axis}]",
+                device=q.device,
+            )
+            for (name, tensor), axis, width in zip(
+                weights.items(), ("head_dim_nope", "head_dim_vo"), (heads.head_dim_nope, heads.head_dim_vo), strict=True
+            )
+        )
+        nope, rope = q[..., : heads.head_dim_nope], q[..., heads.head_dim_nope :]
+        absorbed = (torch.einsum("thd,hcd->thc", nope, w_uk), rope)
+        out, lse, largest = self._part(self._prefix, absorbed, prefix.cache, None, given, params, want_max=want_max)
+        return torch.einsum("thc,hcd->thd", out, w_uv).float(), lse, largest
+
     def _part(
         self,
         ops: Ops,
-        q: torch.Tensor,
+        q: Query,
         k: Cache,
         v: Cache | None,
         given: Extras,
@@ -132,13 +175,15 @@ def _check(spec: AttentionSpec, variant: Variant) -> None:
             f"the spec's storage is {spec.kv.kind}, passed as k and v",
             "declare kv=ag.Paged(...)",
         )
-    if isinstance(spec.heads, MLA):
+    if isinstance(spec.heads, MLA) and spec.heads.absorbed:
         refuse(
-            "latents and projected keys cannot be attended to with the same queries",
-            "kv_cache",
-            "absorbed queries are wider",
-            "call decode over the latents and prefill over the new tokens with partial=True, and merge_states",
+            "kv_cache has no meaning beside absorbed queries",
+            "spec.heads.absorbed",
+            "they attend to latents alone, and new tokens have been projected up",
+            "declare absorbed=False; or append the new tokens to the cache, and leave kv_cache out",
         )
+    if isinstance(spec.heads, MLA) and spec.dtype == "fp8_e4m3":
+        refuse("fp8 queries are not absorbed", "spec.dtype", "their products need more bits", "use dtype bf16 or fp16")
     if spec.dropout:
         refuse("dropout has no meaning beside a cache", "spec.dropout", "it serves training", "declare dropout=0")
     lengths = {Coord("kv_len"), Coord("qo_len")}

@@ -12,7 +12,7 @@ import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ops import calls
-from attngen.ops.calls import Rows
+from attngen.ops.calls import Prefix, Rows
 from attngen.ops.checks import torch_dtype
 from attngen.ops.dispatch import is_tracked, of_one_token
 from attngen.ops.methods import Methods
@@ -88,7 +88,7 @@ class Ops(Methods):
         *,
         partial: bool,
         want_max: bool,
-        prefix: Cache | None,
+        prefix: Prefix | None,
         key_indices: torch.Tensor | None,
     ) -> Rows:
         """See :meth:`Methods.rows`; a prefix and listed keys take ops of further specs."""
@@ -122,7 +122,7 @@ class Ops(Methods):
         q: Query,
         k: Cache,
         v: Cache | None,
-        prefix: Cache,
+        prefix: Prefix,
         extras: Extras,
         params: dict[str, torch.Tensor],
         out: torch.Tensor | None,

@@ -28,8 +28,11 @@ from attngen.variant import OpName, Variant
 def plan_prefill(variant: Variant, target: Target, backend: str) -> tuple[KernelPlan, ...]:
     """A query tile of one head walks the keys it can see; where data decide which, lists of tiles are made first.
 
-    Requests of few queries are left to a second kernel, whose tiles hold all heads of a group.
+    Requests of few queries are left to a second kernel, whose tiles hold all heads of a group. Over latents, which all heads share,
+    there is no other.
     """
+    if variant.value_source == "keys":
+        return (_forward(variant, "prefill", target, backend, packed=True),)
     packs = variant.group_size > 1 and not variant.dropout
     forward = _forward(variant, "prefill", target, backend, serves="long" if packs else "all")
     short = (_forward(variant, "prefill", target, backend, packed=True, serves="short"),) if packs else ()

@@ -77,6 +77,10 @@ class MLA(SpecModel):
     queries ``(q_nope, q_pe)`` of ``head_dim_ckv + head_dim_kpe``, to the latents, and gives a latent. Prefill and backward take
     keys and values that have been projected up: as MHA with ``head_dim_qk = head_dim_nope + head_dim_kpe``. Both scale by
     ``head_dim_qk ** -0.5``.
+
+    Attributes:
+        absorbed: prefill attends to the latents too, as decode does, with ragged queries where the cache is paged or ragged (padded
+            ones of Contiguous): for a few new tokens a request that are in the cache already. There is no backward then.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("num_qo_heads",)
@@ -86,10 +90,11 @@ class MLA(SpecModel):
     head_dim_kpe: int = Field(default=64, ge=16, le=64, multiple_of=16)
     head_dim_nope: HeadDim = 128
     head_dim_vo: HeadDim = 128
+    absorbed: bool = False
 
     @property
     def num_kv_heads(self) -> int:
-        """Of prefill; the cache has one."""
+        """Of keys that have been projected up; the cache has one."""
         return self.num_qo_heads
 
     @property

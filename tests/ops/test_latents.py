@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import attngen as ag
-from tests.acceptance.latents import declare_latents, decode_latents, exact_latents
-from tests.acceptance.probes import Place, Request, State, assert_near, band, exact
+from attngen.dtypes import quantize
+from attngen.ops.checks import torch_dtype
+from tests.acceptance.latents import declare_latents, decode_latents, exact_latents, paged_latents
+from tests.acceptance.probes import Place, Request, State, assert_near, band, exact, indptr, int32
+from tests.backends.triton_kernels import run_python
 
 SMALL = ag.MLA(num_qo_heads=3, head_dim_ckv=96, head_dim_kpe=32, head_dim_nope=48, head_dim_vo=48)
 WIDE = ag.MLA(num_qo_heads=5)
@@ -63,48 +69,164 @@ def test_a_chunk_of_many_tokens_over_a_prefix(kernels: Place) -> None:
     check(spec, decode_latents(kernels, spec, q, keys, qo_lens=qo_lens), q, keys, qo_lens)
 
 
-def test_a_chunk_over_latents_and_projected_tokens_merges(kernels: Place) -> None:
-    """Absorbed over the prefix, projected over the new tokens, as the refusal of ``kv_cache=`` beside latents advises."""
+@pytest.mark.parametrize("form", ["table", "csr"])
+@pytest.mark.parametrize("apart", [False, True], ids=["joined", "apart"])
+@pytest.mark.parametrize("fields", [{}, {"dtype": "fp8_e4m3"}, {"dtype": "fp8_e4m3", "scale": "token"}], ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_new_tokens_beside_a_prefix_of_latents(
+    place: Place, dtype: str, fields: dict[str, str], apart: bool, form: str
+) -> None:
+    compare_chunk(place.compile, place.device, dtype, fields, apart, form)
+
+
+@pytest.mark.parametrize("form", ["table", "csr"])
+def test_the_interpreter_sees_new_tokens_beside_latents(form: str) -> None:
+    script = (
+        "import sys, attngen as ag; from tests.ops.test_latents import compare_chunk; make = lambda spec: ag.compile(spec, "
+        "target='interpret', backend='triton', ops=()); compare_chunk(make, 'cpu', 'fp32', {}, False, sys.argv[1])"
+    )
+    run_python(script, form, TRITON_INTERPRET="1")
+
+
+def compare_chunk(
+    compile_spec: Callable[[ag.AttentionSpec], ag.Ops],
+    device: str,
+    dtype: str,
+    fields: dict[str, Any],
+    apart: bool,
+    form: str,
+) -> None:
+    """Prefill beside a prefix of latents against attention to all keys, projected up, in float64."""
     generator = torch.Generator().manual_seed(7)
-    prefix, new, heads = (37, 128), 9, SMALL.num_qo_heads
+    prefix, new, heads, real = (37, 0, 128), (9, 5, 0), SMALL.num_qo_heads, torch_dtype(dtype)
+    spec = ag.AttentionSpec(heads=SMALL, mask=ag.Causal(), dtype=dtype, kv=ag.Paged(16, **fields))
+    storage = spec.kv.storages(dtype)[0]
+    w_uk, w_uv = ((torch.randn(heads, 96, 48, generator=generator) * 96**-0.5).to(real) for _ in range(2))
+    old, fresh = (torch.randn(sum(lens), 128, generator=generator).to(real) for lens in (prefix, new))
+    q = torch.randn(sum(new), heads, 80, generator=generator).to(real)
+    data, tokens, options = old, None, {}
+    if storage.is_quantized:
+        given = torch.tensor(0.01) if storage.scale == "tensor" else None
+        data, _, tokens = quantize(old.float(), storage, given)
+        factor = given if tokens is None else tokens[:, None]
+        old, options = data.double() * factor, {"k_scale": given}
+    pool, table = paged_latents(
+        data.view(torch.uint8).split(prefix) if storage.is_quantized else data.split(prefix), 16, 0
+    )
+    if tokens is not None:
+        options["k_scale"] = paged_latents([x[:, None] for x in tokens.split(prefix)], 16)[0][..., 0]
+    lens, counts = int32(prefix), int32([-(-n // 16) for n in prefix])
+    options |= {"page_table": table, "kv_lens": lens}
+    if form == "csr":
+        last = torch.where(lens > 0, (lens - 1) % 16 + 1, 0)
+        options |= {"page_indptr": indptr(counts.tolist()), "kv_indices": table[table >= 0], "kv_last_page_len": last}
+        del options["page_table"], options["kv_lens"]
+    cache = (pool[..., :96].contiguous(), pool[..., 96:].contiguous()) if apart else pool
+    projected = [torch.einsum("tc,hcd->thd", fresh[:, :96].double(), w.double()).to(real) for w in (w_uk, w_uv)]
+    k, v = torch.cat([projected[0], fresh[:, None, 96:].expand(-1, heads, -1)], -1), projected[1]
+    there = {name: x.to(device) for name, x in options.items()}
+    starts = indptr(new).to(device)
+    found = compile_spec(spec).prefill(
+        *(x.to(device) for x in (q, k, v)),
+        kv_cache=tuple(x.to(device) for x in cache) if apart else cache.to(device),
+        w_uk=w_uk.to(device),
+        w_uv=w_uv.to(device),
+        qo_indptr=starts,
+        kv_indptr=starts,
+        return_lse=True,
+        return_max=True,
+        **there,
+    )
+    rows = zip(
+        *(x.cpu().split(new) for x in found), q.split(new), k.split(new), v.split(new), old.split(prefix), strict=True
+    )
+    for out, lse, largest, query, own_k, own_v, latent in rows:
+        keys, values = (torch.einsum("tc,hcd->thd", latent[:, :96].double(), w.double()) for w in (w_uk, w_uv))
+        keys = torch.cat([keys, latent[:, None, 96:].expand(-1, heads, -1).double()], -1)
+        request = Request(query, torch.cat([keys, own_k.double()]), torch.cat([values, own_v.double()]))
+        visible = band(len(query), len(request.k))
+        want = exact(request, visible, sm_scale=80**-0.5)
+        scores = torch.einsum("qhd,khd->qhk", query.double(), request.k) * 80**-0.5
+        assert_near(out, want.out, atol=2e-5 if dtype == "fp32" else 2e-2)
+        assert_near(lse, want.lse, atol=2e-5 if dtype == "fp32" else 1e-2)
+        if len(query):
+            top = scores.masked_fill(~visible[:, None], -torch.inf).amax(-1)
+            assert_near(largest, top, atol=2e-5 if dtype == "fp32" else 2e-2)
+
+
+def test_what_projects_a_prefix_is_checked() -> None:
     spec = ag.AttentionSpec(heads=SMALL, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(16))
-    ops, device = kernels.compile(spec), kernels.device
-    to_keys, to_values = (torch.randn(heads, 96, 48, generator=generator) * 96**-0.5 for _ in range(2))
-    latents = [torch.randn(n + new, 128, generator=generator) for n in prefix]
-    q = torch.randn(len(prefix), new, heads, 80, generator=generator)
-    pool = torch.full((12, 16, 128), torch.nan)
-    table = torch.tensor([[7, 2, 5, -1, -1, -1, -1, -1], [0, 9, 4, 1, 11, 3, 8, 6]]).int()
-    for n, row, own in zip(prefix, table.tolist(), latents, strict=True):
-        for page, chunk in zip(row, own[:n].split(16), strict=False):
-            pool[page, : len(chunk)] = chunk
-    absorbed = torch.cat([torch.einsum("bqhd,hcd->bqhc", q[..., :48], to_keys), q[..., 48:]], -1)
-    lens = torch.tensor(prefix).int().to(device)
-    states = [
-        ops.decode(
-            absorbed.to(device),
-            pool.to(device),
-            page_table=table.to(device),
-            kv_lens=lens,
-            q_offset=lens,
-            return_lse=True,
-            partial=True,
-        )
-    ]
-    fresh = torch.cat([own[n:] for n, own in zip(prefix, latents, strict=True)])
-    k, v = (torch.einsum("tc,hcd->thd", fresh[:, :96], weight) for weight in (to_keys, to_values))
-    k = torch.cat([k, fresh[:, None, 96:].expand(-1, heads, -1)], -1)
-    indptr = torch.tensor([0, new, 2 * new]).int().to(device)
-    rows = (x.to(device) for x in (q.flatten(0, 1), k, v))
-    states.append(ops.prefill(*rows, qo_indptr=indptr, kv_indptr=indptr, return_lse=True, partial=True))
-    over_prefix = torch.einsum("bqhc,hcd->bqhd", states[0][0].cpu(), to_values).flatten(0, 1)
-    lse = (states[0][1].cpu().flatten(0, 1), states[1][1].cpu())
-    found = ag.merge_states((over_prefix, states[1][0].cpu()), lse)
-    for b, (n, own) in enumerate(zip(prefix, latents, strict=True)):
-        keys, values = (torch.einsum("tc,hcd->thd", own[:, :96], weight) for weight in (to_keys, to_values))
-        keys = torch.cat([keys, own[:, None, 96:].expand(-1, heads, -1)], -1)
-        want = exact(Request(q[b], keys, values), band(new, n + new), sm_scale=80**-0.5)
-        assert_near(found[0].view(2, new, heads, 48)[b], want.out, atol=2e-5)
-        assert_near(found[1].view(2, new, heads)[b], want.lse, atol=2e-5)
+    q, v, starts = torch.randn(2, 3, 80), torch.randn(2, 3, 48), int32([0, 2])
+    w = torch.randn(3, 96, 48)
+    given = {"qo_indptr": starts, "kv_indptr": starts}
+    latents = {"kv_cache": torch.randn(2, 16, 128), "page_table": int32([1]).view(1, 1), "kv_lens": int32([5])}
+    prefill = ag.compile(spec, backend="reference").prefill
+    prefill(q, q, v, w_uk=w, w_uv=w, **given, **latents)
+    for change, what in (
+        ({"w_uk": None}, "w_uk is missing"),
+        ({"w_uv": w.half()}, "w_uv has dtype"),
+        ({"w_uk": w.transpose(1, 2)}, "w_uk has shape"),
+        ({"v_scale": 1.0}, "v_scale is given beside latents"),
+    ):
+        with pytest.raises(ag.ArgumentError, match=what):
+            prefill(q, q, v, **({"w_uk": w, "w_uv": w} | change), **given, **latents)
+    with pytest.raises(ag.ArgumentError, match="w_uv has no meaning here"):
+        prefill(q, q, v, w_uv=w, **given)
+    for fields, what in (
+        ({"heads": SMALL.model_copy(update={"absorbed": True})}, "no meaning beside absorbed queries"),
+        ({"dtype": "fp8_e4m3"}, "fp8 queries are not absorbed"),
+    ):
+        with pytest.raises(ag.UnsupportedError, match=what):
+            ag.compile(spec.model_copy(update=fields), backend="reference").prefill(
+                q, q, v, w_uk=w, w_uv=w, **given, **latents
+            )
+
+
+@pytest.mark.parametrize("heads", [SMALL, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize("kv", [ag.Paged(16), ag.Paged(64, dtype="fp8_e4m3"), ag.Ragged(), ag.Contiguous()], ids=str)
+def test_absorbed_prefill_equals_decode(place: Place, heads: ag.MLA, kv: ag.Paged | ag.Ragged | ag.Contiguous) -> None:
+    """Ragged queries, or padded ones of Contiguous, over latents."""
+    qo_lens, kv_lens, device = (7, 0, 33), (40, 9, 130), place.device
+    spec = ag.AttentionSpec(heads=heads.model_copy(update={"absorbed": True}), mask=ag.Causal(), dtype="fp16", kv=kv)
+    q, keys = noise(spec, 33, kv_lens)
+    lengths: dict[str, torch.Tensor] = {"qo_indptr": indptr(qo_lens)}
+    rows = torch.cat([own[:n] for own, n in zip(q, qo_lens, strict=True)])
+    cache = torch.cat(keys)
+    if kv.kind == "contiguous":
+        cache, rows = torch.nn.utils.rnn.pad_sequence(keys, batch_first=True, padding_value=torch.nan), q
+        lengths = {"qo_lens": int32(qo_lens), "kv_lens": int32(kv_lens)}
+    elif kv.kind == "ragged":
+        lengths["kv_indptr"] = indptr(kv_lens)
+    elif kv.dtype:
+        keys = [own.to(torch.float8_e4m3fn) for own in keys]
+        cache, table = paged_latents([own.view(torch.uint8) for own in keys], kv.page_size, 0x7F)
+        lengths |= {"page_table": table, "kv_lens": int32(kv_lens)}
+    else:
+        cache, table = paged_latents(keys, kv.page_size)
+        lengths |= {"page_table": table, "kv_lens": int32(kv_lens)}
+    there = {name: x.to(device) for name, x in lengths.items()}
+    out, lse = (
+        x.cpu() for x in place.compile(spec).prefill(rows.to(device), cache.to(device), return_lse=True, **there)
+    )
+    if kv.kind == "contiguous":
+        parts = [(out[b, :n], lse[b, :n]) for b, n in enumerate(qo_lens)]
+    else:
+        parts = list(zip(out.split(qo_lens), lse.split(qo_lens), strict=True))
+    for (got, stat), own, latent, n in zip(parts, q, keys, qo_lens, strict=True):
+        want = exact_latents(spec, own[:n], latent)
+        assert_near(got, want.out, atol=4e-3)
+        assert_near(stat, want.lse, atol=1e-3)
+
+
+def test_what_absorbed_prefill_has_no_meaning_for_is_refused() -> None:
+    heads = SMALL.model_copy(update={"absorbed": True})
+    for fields, op, what in (
+        ({}, "backward", "does not train on latents"),
+        ({"dropout": 0.1}, "prefill", "absorbed prefill has no dropout"),
+        ({"qk_norm": ag.QKNorm()}, "prefill", "absorbed prefill neither rotates nor norms"),
+    ):
+        with pytest.raises(ag.UnsupportedError, match=what):
+            ag.compile(ag.AttentionSpec(heads=heads, dtype="fp32", **fields), target="cpu", ops=(op,))
 
 
 def test_a_request_cut_into_parts_does_not_depend_on_its_neighbours(kernels: Place) -> None:
