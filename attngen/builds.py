@@ -182,6 +182,7 @@ def _tunings_of(jobs: Sequence[Job]) -> list[Tuning]:
 
 
 def _report(job: Job, kernel: BuiltKernel, built: set[str]) -> KernelReport:
+    kernel = kernel.present()
     artifact = read(kernel.folder)
     return KernelReport(
         spec=job.name,

@@ -18,7 +18,7 @@ from attngen.ops import BuiltKernel, Op
 from attngen.schedule import KernelPlan, OpPlan, Tiles, choose_schedule, retile, tile_candidates, with_tiles
 from attngen.settings import Settings
 from attngen.spec import AttentionSpec
-from attngen.store import Store, Tuning, TuningKey, Tunings
+from attngen.store import Artifact, Store, Tuning, TuningKey, Tunings
 from attngen.target import Target
 from attngen.variant import OpName, Variant, normalize
 
@@ -116,8 +116,19 @@ def _find_kernels(plan: OpPlan, store: Store) -> Op | None:
             return None
         if artifact.rejected:
             return _find_kernels(retile(plan, kernel), store)
-        found.append(BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata))
+        found.append(bound(kernel, artifact))
     return Op(plan, found)
+
+
+def bound(kernel: KernelPlan, artifact: Artifact) -> BuiltKernel:
+    """The kernel in an entry. Until it is loaded somebody may remove the entry: then it is looked for, or built, again."""
+
+    def renew() -> BuiltKernel:
+        store = Store.from_settings(Settings.from_env())
+        toolchain, about = toolchain_of(kernel.backend), artifact.manifest.about
+        return bound(kernel, store.get_or_build(render_kernel(kernel), toolchain, about))
+
+    return BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata, renew)
 
 
 def as_tuned(plan: OpPlan, store: Store) -> OpPlan:

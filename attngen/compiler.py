@@ -25,7 +25,7 @@ import torch
 
 from attngen.backends.devices import device_target
 from attngen.backends.registry import backend as get_backend
-from attngen.choice import choose_op, plan_op, plan_variant, render_kernel, toolchain_of
+from attngen.choice import bound, choose_op, plan_op, plan_variant, render_kernel, toolchain_of
 from attngen.codegen.render import RenderedKernel
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.text import to_text
@@ -126,7 +126,7 @@ def build_kernels(
                 )
         if artifact.rejected:
             rejected[kernel.role] = artifact.rejected
-        return BuiltKernel(kernel, artifact.folder, artifact.binary, artifact.manifest.metadata)
+        return bound(kernel, artifact)
 
     if len(plan.kernels) == 1:
         built = [build(plan.kernels[0])]

@@ -91,7 +91,7 @@ def explain(request: Request, stage: Stage) -> list[Section]:
         return [source_section(kernel) for kernel in _chosen(request, plan.kernels)]
     ops = compile_spec(request.spec, target=request.target, ops=(request.op,), backend=request.backend or None)
     wanted = {kernel.role for kernel in _chosen(request, plan.kernels)}
-    return [asm_section(built) for built in ops.op(request.op).kernels if built.plan.role in wanted]
+    return [asm_section(built.present()) for built in ops.op(request.op).kernels if built.plan.role in wanted]
 
 
 def variant_text(variant: Variant, spec: AttentionSpec) -> str:

@@ -246,7 +246,7 @@ def _write_kernels(package: Path, op: Op, target: Target) -> list[dict[str, Any]
     place = Path("kernels") / str(target).replace(":", "-")
     (package / place).mkdir(parents=True, exist_ok=True)
     written = []
-    for kernel in op.kernels:
+    for kernel in (kernel.present() for kernel in op.kernels):
         toolchain, data = registry.backend(kernel.plan.backend), kernel.binary.read_bytes()
         assert toolchain is not None  # kernels are made by one
         digest = hashlib.sha256(data).hexdigest()

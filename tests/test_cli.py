@@ -301,14 +301,14 @@ def test_explain_asm_disassembles(small: Path):
 def test_explain_asm_is_the_text_in_the_cache(small: Path, tmp_path: Path, target: str, suffix: str):
     plan = compiler.plan_op(ag.load_spec(small), "prefill", Target.parse(target), "triton").kernel("forward")
     (tmp_path / f"{plan.entry}{suffix}").write_text("add.s32 %r1, %r2, %r3;\n")
-    section = asm_section(BuiltKernel(plan, tmp_path, tmp_path / "binary", {}))
+    section = asm_section(BuiltKernel(plan, tmp_path, tmp_path / "binary", {}, pytest.fail))
     assert (section.title, section.text) == (f"{plan.entry}{suffix}", "add.s32 %r1, %r2, %r3;\n")
 
 
 def test_explain_asm_of_a_cubin_is_disassembled(tmp_path: Path):
     plan = compiler.plan_op(ag.load_spec("mistral-7b"), "prefill", Target.parse("cuda:sm90a"), "cuda").kernel("forward")
     built = CudaBackend().build(compiler.render_kernel(plan), tmp_path)
-    section = asm_section(BuiltKernel(plan, tmp_path, tmp_path / built.binary, built.metadata))
+    section = asm_section(BuiltKernel(plan, tmp_path, tmp_path / built.binary, built.metadata, pytest.fail))
     assert section.title == f"{plan.entry}.cubin"
     assert "HGMMA" in section.text
 
@@ -316,7 +316,7 @@ def test_explain_asm_of_a_cubin_is_disassembled(tmp_path: Path):
 def test_explain_asm_of_the_interpreter(small: Path, tmp_path: Path):
     plan = compiler.plan_op(ag.load_spec(small), "prefill", Target.parse("interpret"), "triton").kernel("forward")
     with pytest.raises(UnsupportedError, match="has no machine code"):
-        asm_section(BuiltKernel(plan, tmp_path, tmp_path / "source.py", {}))
+        asm_section(BuiltKernel(plan, tmp_path, tmp_path / "source.py", {}, pytest.fail))
 
 
 def test_explain_colours_a_terminal(small: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from attngen.errors import UnsupportedError
@@ -12,10 +14,17 @@ def device_target(device: torch.device) -> Target:
     """The target of a torch device; looked up each time, since devices of one host may differ.
 
     Raises:
-        UnsupportedError: no backend serves such a device.
+        UnsupportedError: no backend serves such a device, or not in this process.
     """
     if device.type == "cpu":
         return Target.parse("cpu")
+    if device.type == "cuda" and torch.cuda._is_in_bad_fork():
+        raise UnsupportedError(
+            f"{device} cannot be used in this process",
+            where=f"process {os.getpid()}",
+            why="it was forked from one that had used a GPU, and the driver's state does not survive a fork",
+            fix="start processes with the method 'spawn' or 'forkserver', or fork before the first use of a GPU",
+        )
     if device.type == "cuda" and torch.version.hip:
         return Target.parse(f"hip:{torch.cuda.get_device_properties(device).gcnArchName.split(':')[0]}")
     if device.type == "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from attngen.backends import reference, registry
 from attngen.backends.call import Inputs, Launch, NewTokens
+from attngen.errors import BuildError
 from attngen.ops.kernels import KernelOp
 from attngen.schedule.launch import KernelLaunch
 from attngen.schedule.plan import KernelPlan, OpPlan
@@ -26,12 +27,14 @@ class BuiltKernel:
         folder: its cache entry, readable by a person.
         binary: file to load.
         metadata: facts of the build (shared memory, warps, registers).
+        renew: finds or builds the same kernel again.
     """
 
     plan: KernelPlan
     folder: Path
     binary: Path
     metadata: Mapping[str, Any]
+    renew: Callable[[], BuiltKernel]
 
     @property
     def launch(self) -> KernelLaunch:
@@ -39,10 +42,19 @@ class BuiltKernel:
         return self.plan
 
     def load(self, device: torch.device) -> Launch:
-        """Load it into this process, for one device."""
+        """Load it into this process, for one device; what has been removed since it was found is made again."""
         toolchain = registry.backend(self.plan.backend)
         assert toolchain is not None  # kernels are made by one
-        return toolchain.load(self.binary, self.metadata, self.plan, device)
+        try:
+            return toolchain.load(self.binary, self.metadata, self.plan, device)
+        except (OSError, BuildError):
+            if self.binary.exists():
+                raise
+        return self.renew().load(device)
+
+    def present(self) -> BuiltKernel:
+        """This kernel, or one made again where its entry has been removed since it was found."""
+        return self if self.binary.exists() else self.renew()
 
 
 class Op(KernelOp):
