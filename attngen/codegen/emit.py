@@ -228,8 +228,14 @@ class Emit:
         return HoistedLogit(*definitions, texts[0] if exprs else "", mask=texts[-1] if self.has_mask else "")
 
     def hoisted_weight(self, /, **names: str) -> HoistedLogit:
-        """Logit in base 2 and mask, such that a factor and what a row shares are left to the exponential and to the row's end."""
+        """What a tile of prefill makes weights of, and mask.
+
+        Of a softmax, logits in base 2, such that a factor and what a row shares are left to the exponential and to the row's end;
+        else the weights.
+        """
         variant = self._plan.variant
+        if not variant.is_softmax:
+            return self.hoisted_pair(False, **names)
         hoisted = self._hoist([of_product(variant.score, variant.sm_scale, base_2=True), variant.mask])
         logit, mask = hoisted.bodies
         own, shared = _by_row(logit)

@@ -40,12 +40,11 @@ def _serves_query_tiles(variant: Variant) -> bool:
     """
     itemsize = DTYPES[variant.dtype].itemsize
     return (
-        variant.is_softmax
-        and variant.dtype in ("bf16", "fp16", "fp8_e4m3")
+        variant.dtype in ("bf16", "fp16", "fp8_e4m3")
+        and (variant.is_softmax or itemsize == 2)
         and all(s.dtype == variant.dtype and s.scale != "token" for s in (variant.k_storage, variant.v_storage))
         and variant.page_size % _SWIZZLED_ROWS == 0
         and not variant.is_transformed
-        and not variant.dropout
         and variant.value_source == "values"
         and not variant.head_dim_pe
         and not variant.mask_reads_pairs

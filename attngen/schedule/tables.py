@@ -177,6 +177,7 @@ CUDA = (
     Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8),
     Row("prefill", 192, Tiles(128, 128, 12, 2, maps=True, in_turns=True), kv_bits=8),
     Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), kv_bits=8),
+    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), dropout=True),
     Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True)),
     Row("prefill", 128, Tiles(128, 176, 12, 2, maps=True, in_turns=True), masked=False, plain=True),
     Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True)),
