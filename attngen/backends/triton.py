@@ -21,7 +21,7 @@ from attngen.codegen.toolchain import BuildResult
 from attngen.dtypes import DTYPES, Storage, alignment_of
 from attngen.errors import BuildError, UnsupportedError
 from attngen.schedule.plan import Arg, KernelPlan
-from attngen.schedule.reading import has_fp8, pointer_dtype
+from attngen.schedule.reading import has_fp8, pair_distance, pointer_dtype
 from attngen.settings import Settings
 from attngen.target import Target
 from attngen.variant import OpName, Variant
@@ -64,13 +64,12 @@ class TritonBackend:
                 why="its tensor cores have no fp8",
                 fix="use dtype bf16 or fp16, which read the same fp8 cache; or a target from sm89 on",
             )
-        rope = variant.rope
-        paired = rope is not None and rope.keys == "load" and not rope.interleaved
-        if paired and variant.k_storage.packed > 1:
+        distance = pair_distance(variant)
+        if distance % variant.k_storage.packed:
             raise UnsupportedError(
-                f"triton does not rotate keys as they come out of storage {variant.k_storage.dtype}",
+                f"triton does not rotate {2 * distance} dims of keys as they come out of storage {variant.k_storage.dtype}",
                 where="spec.rope",
-                why="the elements of a pair lie in bytes half a head apart",
+                why=f"the second elements of pairs start inside of a byte, at dim {distance}",
                 fix="declare ag.Rope(keys='append'): ops.append rotates keys; or store them as fp8_e4m3 or int8 (k_dtype)",
             )
 

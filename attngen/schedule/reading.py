@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from attngen.dtypes import DTYPES, Storage
@@ -25,6 +26,8 @@ class Reading:
         parts: tiles that words come apart in, the i-th with the i-th number of each, so that scores are sums of as many products;
             0 where tiles are whole.
         scale_bytes: block scales of fp8 are decoded by their bits.
+        moved: of keys whose pairs are no neighbours, how many adjacent dims both share a scale and are paired with dims that do; 0
+            where keys are not rotated so, or have no scales of blocks.
     """
 
     storage: Storage
@@ -33,6 +36,7 @@ class Reading:
     words: bool = False
     parts: int = 0
     scale_bytes: bool = False
+    moved: int = 0
 
     @property
     def columns(self) -> str:
@@ -70,9 +74,19 @@ def reading(variant: Variant, side: Side, target: Target) -> Reading:
     apart = words and side == "k" and variant.value_source == "values" and variant.head_dim_main > 8 * count
     parts = count if apart else 0
     if storage.block:
-        return Reading(storage, dtype, "blocks", words, parts, scale_bytes=not has_fp8(target))
+        distance = pair_distance(variant) if side == "k" else 0
+        moved = gcd(storage.block, distance) if distance else 0
+        return Reading(storage, dtype, "blocks", words, parts, scale_bytes=not has_fp8(target), moved=moved)
     bits = storage.dtype.startswith("fp8") and not has_fp8(target)
     return Reading(storage, dtype, "byte" if words or bits else "cast", words, parts)
+
+
+def pair_distance(variant: Variant) -> int:
+    """How many dims apart the elements of a pair lie, where keys turn when they are read; 0 for neighbours, and where none turn."""
+    rope = variant.rope
+    if rope is None or rope.keys != "load" or rope.interleaved:
+        return 0
+    return (rope.dim or 0) // 2
 
 
 def _fits_words(storage: Storage, dtype: str, target: Target) -> bool:

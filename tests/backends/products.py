@@ -30,6 +30,7 @@ SPECS: dict[str, tuple[ag.AttentionSpec, str]] = {
     "nvfp4": (_stored(16, dtype="nvfp4"), "decode"),
     "int4-zero": (_stored(256, dtype="int4", zero_point=True), "decode"),
     "e4m3-rope": (_stored(16, dtype="fp8_e4m3", rope=ag.Rope()), "prefill"),
+    "nvfp4-rope": (_stored(32, dtype="nvfp4", rope=ag.Rope()), "decode"),
     "latents": (ag.AttentionSpec(heads=_NARROW, kv=ag.Paged(page_size=16, dtype="nvfp4")), "decode"),
     "dropout": (ag.AttentionSpec(heads=_heads(256), **_DROPPED), "backward"),
 }

@@ -53,11 +53,24 @@ def test_queries_of_fp8_are_multiplied_with_keys_of_fp8_by_the_hardware() -> Non
         assert "read the same fp8 cache" in error.value.fix
 
 
-def test_packed_keys_are_rotated_where_pairs_are_neighbours_only() -> None:
-    kv = ag.Paged(page_size=16, dtype="int4")
-    with pytest.raises(ag.UnsupportedError, match="does not rotate keys as they come out of storage int4"):
-        _forward("cuda:sm90a", "decode", rope=ag.Rope(), kv=kv)
-    assert _forward("cuda:sm90a", "decode", rope=ag.Rope(interleaved=True), kv=kv).binary.exists()
+@pytest.mark.parametrize(
+    ("name", "op", "target"),
+    [
+        ("int4-zero", "decode", "cuda:sm90a"),
+        ("nvfp4", "prefill", "cuda:sm80"),
+        ("int4-32", "decode", "cuda:sm86"),
+        ("nvfp4", "decode", "hip:gfx942"),
+    ],
+)
+def test_packed_keys_turn_as_they_come_out_of_storage(name: str, op: str, target: str) -> None:
+    for rope in (ag.Rope(), ag.Rope(dim=64), ag.Rope(interleaved=True)):
+        assert _forward(target, op, rope=rope, kv=ag.Paged(page_size=16, **STORAGES[name])).binary.exists()
+
+
+def test_pairs_that_start_inside_of_a_byte_are_refused() -> None:
+    spec = ag.AttentionSpec(heads=HEADS, rope=ag.Rope(dim=62), kv=ag.Paged(page_size=16, dtype="int4"))
+    with pytest.raises(ag.UnsupportedError, match="does not rotate 62 dims of keys as they come out of storage int4"):
+        forward_kernel(spec, "cuda:sm90a", "decode")
 
 
 def test_rows_of_few_bytes_are_promised_the_alignment_that_they_have() -> None:

@@ -42,6 +42,17 @@ ENDS = {
     "fp8-queries": (256, {"kv": ag.Ragged(), "dtype": "fp8_e4m3", "score_mods": (ag.SoftCap(cap=5.0),)}),
 }
 
+# Packed keys that turn by halves: head dim, what turns, and storage. Blocks are halves, reach over both, or are cut.
+TURNED = {
+    "int4": (64, {"rope": ag.Rope()}, {"dtype": "int4"}),
+    "int4-zero": (64, {"rope": ag.Rope()}, {"dtype": "int4", "group_size": 64, "zero_point": True}),
+    "int4-scaled": (128, {"rope": ag.Rope()}, {"dtype": "int4", "group_size": 128, "scale": "tensor"}),
+    "nvfp4-part": (128, {"rope": ag.Rope(dim=64)}, {"dtype": "nvfp4"}),
+    "int4-96": (96, {"rope": ag.Rope()}, {"dtype": "int4", "zero_point": True}),
+    "mxfp4-norm": (64, {"rope": ag.Rope(dim=32), "qk_norm": ag.QKNorm(k_weight="w")}, {"dtype": "mxfp4"}),
+    "k-only": (64, {"rope": ag.Rope(table="cos_sin")}, {"k_dtype": "nvfp4", "v_dtype": "int4"}),
+}
+
 
 def stored_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     """Each storage of keys and values in each layout, with what scales could be confused with."""
@@ -90,6 +101,11 @@ def stored_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         spec = declare(GROUPS[index % 6], (head_dim, head_dim), mask=ag.Causal(), **{"dtype": dtypes[1], **fields})
         yield Case(f"storage-{name}-{head_dim}-decode", spec, "decode", *DECODE_LENS[index % 3], seed=index)
         yield Case(f"storage-{name}-{head_dim}-prefill", spec, "prefill", *LENS[index % 3], seed=index)
+    for index, (name, (head_dim, rotated, fields)) in enumerate(TURNED.items()):
+        kv = ag.Contiguous(**fields) if index % 3 == 2 else ag.Paged(page_size=(16, 64)[index % 2], **fields)
+        spec = declare(GROUPS[index % 6], (head_dim, head_dim), mask=ag.Causal(), kv=kv, dtype=next(dtype), **rotated)
+        yield Case(f"storage-turned-{name}-decode", spec, "decode", *DECODE_LENS[index % 3], seed=index)
+        yield Case(f"storage-turned-{name}-prefill", spec, "prefill", *LENS[index % 3], seed=index)
     mixed = declare((4, 4), (64, 64), mask=ag.Causal(), kv=ag.Paged(page_size=16, dtype="int4"), dtype="fp8_e4m3")
     yield Case("storage-fp8-queries-int4-decode", mixed, "decode", *DECODE_LENS[0], seed=3)
 
@@ -124,6 +140,10 @@ def latent_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
     yield Case("latent-128-heads-decode", wide, "decode", *DECODE_LENS[1], "stacked", seed=4)
     many = ag.AttentionSpec(heads=ag.MLA(num_qo_heads=3, **small), mask=ag.Causal(), kv=ag.Paged(16), dtype=next(dtype))
     yield Case("latent-chunk-decode", many, "decode", (70, 9, 0), (130, 9, 20), seed=1)
+    absorbed = ag.MLA(num_qo_heads=8, absorbed=True, **small)
+    for index, kv in enumerate((ag.Paged(64), ag.Ragged(dtype="int4"), ag.Paged(16, dtype="fp8_e4m3"))):
+        spec = ag.AttentionSpec(heads=absorbed, mask=ag.Causal(), kv=kv, dtype=next(dtype))
+        yield Case(f"latent-absorbed-{index}-prefill", spec, "prefill", *LENS[index], seed=index)
     for index, kv in enumerate((ag.Contiguous(), ag.Ragged(), ag.Paged(page_size=16, dtype="fp8_e4m3"))):
         spec = ag.AttentionSpec(heads=ag.MLA(num_qo_heads=2), mask=ag.Causal(), kv=kv, dtype=next(dtype))
         op = "prefill" if kv.kind == "paged" else "backward"
