@@ -59,6 +59,7 @@ from collections.abc import Collection
 
 from attngen.dtypes import DTYPES, Storage
 from attngen.ir.params import Param
+from attngen.schedule.launch import SWIZZLED_ROWS
 from attngen.schedule.plan import Arg
 from attngen.variant import Variant
 
@@ -150,13 +151,13 @@ def tile_lists(*, lists: bool) -> tuple[Arg, ...]:
 
 
 def tensor_maps(variant: Variant, *, queries: bool = False) -> tuple[Arg, ...]:
-    """Keys and values, and if asked for queries, as the hardware copies tiles of them."""
-    names = (
-        *(("q",) if queries else ()),
+    """Keys and values, unless pages are too small, and if asked for queries, as the hardware copies tiles of them."""
+    keys = (
         "k",
         *(("k_pe",) if variant.head_dim_pe else ()),
         *(("v",) if variant.value_source == "values" else ()),
     )
+    names = (*(("q",) if queries else ()), *(keys if variant.page_size % SWIZZLED_ROWS == 0 else ()))
     return tuple(Arg(f"{name}_tiles", f"tiles<{variant.dtype}>") for name in names)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngen.dtypes import DTYPES
 from attngen.ir.expr import coords
-from attngen.schedule.launch import ROW_BYTES, in_pieces
+from attngen.schedule.launch import ROW_BYTES, SWIZZLED_ROWS, in_pieces
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
 
@@ -13,8 +13,8 @@ _MAX_GROUP = 8
 _CHUNK = 16  # bytes of a row that a thread copies at a time
 _LOADS = 8  # distinct parameters of a score that registers hold beside sums
 _CONSUMER_ROWS = 64  # queries of a warpgroup
-_SWIZZLED_ROWS = 8  # in which chunks of rows of shared memory are exchanged
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
+_ORDER = 16  # bytes of the order to copy a tile, and of its barrier
 _TOLD = 192  # bytes of barriers and of what warps tell each other in one walk of backward
 
 
@@ -34,16 +34,15 @@ def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> b
 def _serves_query_tiles(variant: Variant) -> bool:
     """Many queries of one head, in prefill: queries, keys and values of one dtype that the tensor cores multiply.
 
-    Pages come in parts of as many rows as are swizzled together, or more. What reads data of pairs waits for memory, which
-    Triton's smaller tiles hide better; many numbers that all pairs read spill. Narrower heads would leave half of shared memory
-    empty.
+    What reads data of pairs waits for memory, which Triton's smaller tiles hide better; many numbers that all pairs read spill.
+    Narrower heads would leave half of shared memory empty. The warps that copy small pages turn values where numbers have 8 bits.
     """
     itemsize = DTYPES[variant.dtype].itemsize
     return (
         variant.dtype in ("bf16", "fp16", "fp8_e4m3")
         and (variant.is_softmax or itemsize == 2)
         and all(s.dtype == variant.dtype and s.scale != "token" for s in (variant.k_storage, variant.v_storage))
-        and variant.page_size % _SWIZZLED_ROWS == 0
+        and (variant.page_size % SWIZZLED_ROWS == 0 or itemsize == 2)
         and not variant.is_transformed
         and variant.value_source == "values"
         and not variant.head_dim_pe
@@ -149,6 +148,7 @@ def _query_tiles_bytes(plan: KernelPlan) -> int:
         + tiles.num_stages * (tiles.kv * (qk + vo) + turned)
         + barriers
         + _ITEMS * _ITEM
+        + (2 * tiles.num_stages * _ORDER if plan.copies_rows else 0)
         + 4 * tiles.num_stages
     )
 

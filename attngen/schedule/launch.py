@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from attngen.target import Target
 
+SWIZZLED_ROWS = (
+    8  # rows of shared memory in which chunks are exchanged: what a tensor map copies starts at a multiple of them
+)
 ROW_BYTES = 128  # of a tile in shared memory
 
 

@@ -7,7 +7,7 @@ from math import gcd
 
 from attngen.ir.expr import Expr, H
 from attngen.ir.intervals import Span, TileClass
-from attngen.schedule.launch import Arg, KernelLaunch, Tiles
+from attngen.schedule.launch import SWIZZLED_ROWS, Arg, KernelLaunch, Tiles
 from attngen.schedule.reading import Reading, Side, reading
 from attngen.schedule.rotation import Turns, turns
 from attngen.target import Target
@@ -46,6 +46,11 @@ class KernelPlan(KernelLaunch):
     def box_rows(self) -> int:
         """Keys that one copy by a tensor map takes: a tile, or as many of it as surely lie in one page."""
         return gcd(self.tiles.kv, self.variant.page_size)
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether warps copy keys and values row by row: where pages are too small for tensor maps."""
+        return self.variant.page_size % SWIZZLED_ROWS != 0
 
     @property
     def turns(self) -> Turns | None:

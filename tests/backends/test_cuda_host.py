@@ -23,6 +23,12 @@ PREFILL = {
     "nobody-has-the-first-turn": ("arrive_threads(1, 256);", ""),
     "the-next-tile-is-never-found": ("if (i == max(num_columns - 1, 1)) take_item();", ""),
 }
+SMALL_PAGES = {
+    "orders-are-not-waited-for": ("wait_for(ordered + 8 * place, turn.parity);", ""),
+    "rows-are-not-waited-for": ("        await_copies();\n", ""),
+    "rows-are-not-published": ("publish();\n        arrive_as_warp", "arrive_as_warp"),
+    "nobody-ends-the-orders": ("if (order.item < 0) break;", ""),
+}
 BACKWARD = {
     "dscore-is-not-waited-for": ("wait_for(DSCORE_WRITTEN + 8 * before, (step - 1) / 2 & 1);", ""),
     "dscore-is-not-published": (
@@ -60,6 +66,12 @@ def _with_fault(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> Non
 def test_faults_of_prefill_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _with_fault(monkeypatch, *PREFILL[name])
     assert _seen(declare((1, 1), (64, 64), mask=ag.Causal(), kv=ag.Ragged()), "prefill", (300, 150, 700))
+
+
+@pytest.mark.parametrize("name", SMALL_PAGES)
+def test_faults_of_prefill_over_small_pages_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_fault(monkeypatch, *SMALL_PAGES[name])
+    assert _seen(declare((1, 1), (64, 64), mask=ag.Causal(), kv=ag.Paged(1)), "prefill", (300, 150, 700))
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -67,6 +67,11 @@ SERVED = {
     "fp8": _spec(mask=CAUSAL, dtype="fp8_e4m3"),
     "fp8-unequal": _spec((192, 128), mask=CAUSAL, dtype="fp8_e4m3"),
     "fp8-wide": _spec((256, 256), dtype="fp8_e4m3", kv=ag.Ragged(scale="head"), score_mods=(CAP,)),
+    "paged-1": _spec(mask=CAUSAL, kv=ag.Paged(1)),
+    "paged-3-full": _spec(kv=ag.Paged(3), dtype="fp16"),
+    "paged-4-narrow": _spec((64, 64), mask=CAUSAL, kv=ag.Paged(4)),
+    "paged-5-wide": _spec((256, 256), mask=ag.SlidingWindow(left=1023), kv=ag.Paged(5)),
+    "paged-12-unequal": _spec((192, 128), mask=CAUSAL, kv=ag.Paged(12)),
     "paged-8": _spec(mask=CAUSAL, kv=ag.Paged(8)),
     "paged-16-full": _spec(kv=ag.Paged(16, "HND")),
     "paged-64": _spec(mask=ag.SlidingWindow(left=1023), kv=ag.Paged(64), dtype="fp16"),
@@ -78,8 +83,7 @@ SERVED = {
 }
 ELSEWHERE = {
     "fp32": _spec(dtype="fp32"),
-    "small pages": _spec(kv=ag.Paged(page_size=4)),
-    "odd pages": _spec(kv=ag.Paged(page_size=36)),
+    "small pages of fp8": _spec(kv=ag.Paged(page_size=4), dtype="fp8_e4m3"),
     "quantized": _spec(kv=ag.Contiguous(dtype="fp8_e4m3")),
     "fp8-sigmoid": _spec(dtype="fp8_e4m3", normalizer=ag.Sigmoid()),
     "rope": _spec(rope=ag.Rope()),

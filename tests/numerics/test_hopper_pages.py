@@ -18,7 +18,7 @@ SINKS = ag.Causal() & (ag.SlidingWindow(left=30) | ag.GlobalTokens(5))
 QO_LENS, KV_LENS = (37, 0, 20, 150, 9), (293, 5, 70, 150, 0)
 SEEDS = (0, 1, 2)  # of the order in which threads run, copies land and products are done
 
-# Pages in which tiles of 128 keys come as a whole, in parts, and in parts of pages that tiles do not divide.
+# Pages in which tiles of 128 keys come as a whole, in parts, in parts of pages that tiles do not divide, and row by row.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "8-table": ("table", {"kv": ag.Paged(8), "mask": CAUSAL}),
     "16-csr": ("csr", {"kv": ag.Paged(16), "mask": CAUSAL, "dtype": "fp16"}),
@@ -31,6 +31,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "256-hole": ("table", {"kv": ag.Paged(256), "mask": SINKS}),
     "16-dims": ("table", {"kv": ag.Paged(16), "mask": CAUSAL, "heads": ag.MHA(1, 192, head_dim_vo=128)}),
     "16-lists": ("table", {"kv": ag.Paged(16), "mask": CAUSAL & ag.Document("doc_ids")}),
+    "1-table": ("table", {"kv": ag.Paged(1), "mask": CAUSAL, "heads": ag.GQA(4, 2, 64)}),
+    "1-full-176": ("csr", {"kv": ag.Paged(1), "heads": ag.MHA(1, 128), "dtype": "fp16"}),
+    "3-stacked-hnd": ("stacked", {"kv": ag.Paged(3, layout="HND"), "mask": WINDOW}),
+    "4-dims": ("table", {"kv": ag.Paged(4), "mask": CAUSAL, "heads": ag.MHA(2, 192, head_dim_vo=40)}),
+    "5-hole": ("csr", {"kv": ag.Paged(5), "mask": SINKS, "normalizer": ag.Softmax(sink=True)}),
+    "7-lists": ("table", {"kv": ag.Paged(7), "mask": CAUSAL & ag.Document("doc_ids")}),
+    "12-dropout": ("table", {"kv": ag.Paged(12), "mask": CAUSAL, "dropout": 0.2}),
     "32-fp8": ("csr", {"kv": ag.Paged(32), "mask": WINDOW, "heads": ag.MHA(1, 128), "dtype": "fp8_e4m3"}),
     "40-sink": ("csr", {"kv": ag.Paged(40), "mask": WINDOW, "normalizer": ag.Softmax(sink=True)}),
 }
@@ -51,7 +58,7 @@ def _ragged(lens: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lens).cumsum(0)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("size", [1, 4, 8, 16, 32, 64, 128, 256])
 def test_keys_in_pages_that_requests_share_give_the_same_bits_as_adjacent_ones(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     heads, prefix, lens, qo_lens = ag.MHA(1, 64), 256, (389, 300), (140, 33)
@@ -77,9 +84,10 @@ def test_keys_in_pages_that_requests_share_give_the_same_bits_as_adjacent_ones(s
     assert torch.equal(got, wanted)
 
 
-def test_pages_that_no_query_sees_are_not_read() -> None:
+@pytest.mark.parametrize("size", [2, 16])
+def test_pages_that_no_query_sees_are_not_read(size: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    size, kv_len, qo_len, left = 16, 400, 40, 70
+    kv_len, qo_len, left = 400, 40, 70
     first = kv_len - qo_len - left  # the first key that any query sees
     pool = torch.randn(2, kv_len // size + 1, size, 1, 64, generator=generator).bfloat16()
     pool[:, -1] = torch.nan
