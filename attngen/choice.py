@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import cast
 
@@ -40,8 +40,7 @@ def plan_variant(variant: Variant, op: OpName, target: Target, backend: str, *, 
 
 def render_kernel(plan: KernelPlan) -> RenderedKernel:
     """The source of one kernel, or its replacement from ``ATTNGEN_OVERRIDE_DIR``."""
-    toolchain = toolchain_of(plan.backend)
-    kernel = render(plan, toolchain.dialect, toolchain.suffix, toolchain.flags(plan))
+    kernel = _rendered(plan)
     override = Settings.from_env().override_dir
     if override:
         path = Path(override) / f"{kernel.entry}{kernel.suffix}"
@@ -49,6 +48,13 @@ def render_kernel(plan: KernelPlan) -> RenderedKernel:
             log.warning("attngen: source of %s replaced by %s", kernel.entry, path)
             return replace(kernel, source=path.read_text(encoding="utf-8"))
     return kernel
+
+
+@lru_cache(maxsize=64)
+def _rendered(plan: KernelPlan) -> RenderedKernel:
+    """Remembered, since a plan is rendered to look for a tuning of it, and again to look for its kernels."""
+    toolchain = toolchain_of(plan.backend)
+    return render(plan, toolchain.dialect, toolchain.suffix, toolchain.flags(plan))
 
 
 def choose_op(

@@ -29,7 +29,7 @@ from attngen.choice import bound, choose_op, plan_op, plan_variant, render_kerne
 from attngen.codegen.render import RenderedKernel
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.text import to_text
-from attngen.ops import BuiltKernel, Op, Ops
+from attngen.ops import Op, Ops
 from attngen.schedule import KernelPlan, OpPlan, retile
 from attngen.settings import Settings
 from attngen.signature import Signature
@@ -107,33 +107,36 @@ def build_kernels(
         return Op(plan, ()), {}
     settings = Settings.from_env()
     store = Store.from_settings(settings)
-    rejected: dict[str, str] = {}
 
-    def build(kernel: KernelPlan) -> BuiltKernel:
-        rendered, toolchain = render_kernel(kernel), toolchain_of(kernel.backend)
-        artifact = store.find(rendered, toolchain.fingerprint(rendered.target))
+    def find(kernel: KernelPlan) -> Artifact | None:
+        rendered = render_kernel(kernel)
+        artifact = store.find(rendered, toolchain_of(kernel.backend).fingerprint(rendered.target))
         if settings.debug:
             _show(settings.debug, kernel, rendered, artifact)
-        if artifact is None:
-            if progress is not None:
-                progress(f"{kernel.entry} for {kernel.target}")
-            about = {"spec": spec.name or "", "op": plan.op, "backend": kernel.backend, "explain": _explain(spec, plan)}
-            artifact = store.get_or_build(rendered, toolchain, about)
-            if artifact.rejected:
-                shape = f"{kernel.tiles.q} x {kernel.tiles.kv}"
-                log.warning(
-                    "attngen: %s is slow with tiles of %s: %s; others are tried", kernel.entry, shape, artifact.rejected
-                )
-        if artifact.rejected:
-            rejected[kernel.role] = artifact.rejected
-        return bound(kernel, artifact)
+        return artifact
 
-    if len(plan.kernels) == 1:
-        built = [build(plan.kernels[0])]
-    else:
-        with ThreadPoolExecutor(max_workers=min(len(plan.kernels), os.cpu_count() or 1)) as pool:
-            built = list(pool.map(build, plan.kernels))
-    return Op(plan, built), rejected
+    def build(kernel: KernelPlan) -> Artifact:
+        if progress is not None:
+            progress(f"{kernel.entry} for {kernel.target}")
+        about = {"spec": spec.name or "", "op": plan.op, "backend": kernel.backend, "explain": _explain(spec, plan)}
+        artifact = store.get_or_build(render_kernel(kernel), toolchain_of(kernel.backend), about)
+        if artifact.rejected:
+            shape = f"{kernel.tiles.q} x {kernel.tiles.kv}"
+            log.warning(
+                "attngen: %s is slow with tiles of %s: %s; others are tried", kernel.entry, shape, artifact.rejected
+            )
+        return artifact
+
+    found = {kernel.role: find(kernel) for kernel in plan.kernels}
+    missing = [kernel for kernel in plan.kernels if found[kernel.role] is None]
+    if len(missing) == 1:
+        found[missing[0].role] = build(missing[0])
+    elif missing:
+        with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as pool:
+            found |= zip((kernel.role for kernel in missing), pool.map(build, missing), strict=True)
+    artifacts = {role: artifact for role, artifact in found.items() if artifact is not None}
+    rejected = {role: artifact.rejected for role, artifact in artifacts.items() if artifact.rejected}
+    return Op(plan, [bound(kernel, artifacts[kernel.role]) for kernel in plan.kernels]), rejected
 
 
 def _show(level: int, plan: KernelPlan, rendered: RenderedKernel, artifact: Artifact | None) -> None:
@@ -191,11 +194,7 @@ class _Resolver:
             try:
                 variant = self.variant(op)
                 chosen = choose_op(variant, op, target, self.backend, deterministic=deterministic)
-                name = (chosen.plan if isinstance(chosen, Op) else chosen).backend
-                exact, usual = (
-                    plan_variant(variant, op, target, name, deterministic=given) for given in (deterministic, False)
-                )
-                if deterministic and exact == usual:
+                if deterministic and _is_usual(chosen.plan if isinstance(chosen, Op) else chosen):
                     future.set_result(self(op, device))
                 else:
                     future.set_result(chosen if isinstance(chosen, Op) else build_op(self.spec, chosen, self.progress))
@@ -256,6 +255,14 @@ class _Resolver:
                 fix="compile without target=, or for this device",
             )
         return self.target
+
+
+def _is_usual(plan: OpPlan) -> bool:
+    """Whether the kernels that give repeatable gradients are those that run anyway, whatever their tiles."""
+    exact, usual = (
+        plan_variant(plan.variant, plan.op, plan.target, plan.backend, deterministic=given) for given in (True, False)
+    )
+    return exact == usual
 
 
 def _meaning(spec: AttentionSpec, op: OpName) -> Variant | UnsupportedError:

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +50,13 @@ def triton_folder() -> Path | None:
 
 def triton_version() -> str | None:
     """Version of the installed Triton, whatever its distribution is called; ``None`` where it is absent."""
-    for name in _DISTRIBUTIONS if triton_folder() is not None else ():
+    folder = triton_folder()
+    return None if folder is None else _version_in(folder)
+
+
+@cache
+def _version_in(folder: Path) -> str | None:  # noqa: ARG001  # what the answer is about
+    for name in _DISTRIBUTIONS:
         try:
             return version(name)
         except PackageNotFoundError:

@@ -65,8 +65,9 @@ class Expr:
     def children(self) -> tuple[Expr, ...]:
         """Direct operands, in order."""
         found: list[Expr] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
+        names: tuple[str, ...] = self.__match_args__  # its fields
+        for name in names:
+            value = getattr(self, name)
             if isinstance(value, Expr):
                 found.append(value)
             elif isinstance(value, tuple):
@@ -89,9 +90,11 @@ class Expr:
 
     def walk(self) -> Iterator[Expr]:
         """This node and everything below it, operands first."""
-        for child in self.children():
-            yield from child.walk()
-        yield self
+        order, stack = [], [self]
+        while stack:
+            order.append(node := stack.pop())
+            stack.extend(node.children())
+        return reversed(order)
 
 
 @dataclass(frozen=True)

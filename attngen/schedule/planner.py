@@ -178,7 +178,12 @@ def _fits_maps(variant: Variant, keys: Span, *, packed: bool, lists: bool) -> bo
 
 def has_lists(variant: Variant) -> bool:
     """Whether tiles of the mask are told apart by data that is read by position."""
-    return bool(data_loads(variant.mask))
+    return _reads_data(variant.mask)
+
+
+@lru_cache(maxsize=256)
+def _reads_data(mask: Expr) -> bool:
+    return bool(data_loads(mask))
 
 
 def _list_head(mask: Expr) -> Expr:

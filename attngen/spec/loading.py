@@ -28,8 +28,12 @@ def load_spec(source: str | Path) -> AttentionSpec:
         SpecError: no such file or name, text that is no TOML/JSON, or a field that is not valid.
     """
     path = Path(source)
-    if not path.suffix and str(source) in shipped_specs():
-        path = shipped_specs()[str(source)]
+    if (
+        not path.suffix
+        and path.name == str(source)
+        and (shipped := resource_folder("specs") / f"{source}.toml").is_file()
+    ):
+        path = shipped
     if not path.is_file():
         raise SpecError(
             f"no spec {str(source)!r}",

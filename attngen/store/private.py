@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 LOG = logging.getLogger("attngen")
 
@@ -203,6 +205,8 @@ def _guard(folder: Path) -> Path:
 
 
 def _lock(path: Path) -> FileLock:
+    from filelock import FileLock  # noqa: PLC0415  # a warm start locks nothing
+
     # Never a lock made of a file's mere existence, which would outlive its holder.
     return FileLock(path, mode=0o600, fallback_to_soft=False, preserve_lock_file=True)
 
@@ -211,7 +215,7 @@ def _acquire(lock: FileLock, timeout: float) -> bool | None:
     """Whether the lock is held now; ``None`` where the file system knows no locks."""
     try:
         lock.acquire(timeout=timeout)
-    except Timeout:
+    except TimeoutError:  # filelock's is one
         return False
     except OSError as error:
         if error.errno in _NO_LOCKS_HERE:

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
 
 from attngen.codegen.render import RenderedKernel
 from attngen.errors import AttngenError
@@ -52,7 +52,7 @@ class TuningKey:
         return TuningKey(hashlib.sha256(text.encode("ascii")).hexdigest(), joined)
 
 
-@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True))
+@dataclass(frozen=True)
 class Tuning:
     """One record.
 
@@ -68,6 +68,8 @@ class Tuning:
         speedup: time by the table over time by these tiles, the geometric mean over the shapes.
         seal: checksum of all fields above.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     schema: int
     digest: str
