@@ -62,7 +62,7 @@ TargetOption = Annotated[
     str, typer.Option("--target", metavar="TARGET", help="cpu, cuda:sm90a, hip:gfx942, ... This machine by default.")
 ]
 BackendOption = Annotated[
-    str, typer.Option("--backend", metavar="BACKEND", help="reference, cpp or triton. The fastest by default.")
+    str, typer.Option("--backend", metavar="BACKEND", help="reference, cpp, triton or cuda. The fastest by default.")
 ]
 OpOption = Annotated[str, typer.Option("--op", metavar="OP", help="prefill, decode, backward or append.")]
 

@@ -163,7 +163,7 @@ def quantize(
         if row.largest:
             rounded = rounded.clamp(-row.largest, row.largest)
         return rounded.to(getattr(torch, row.torch_name)), None, tokens
-    groups = x.reshape(*x.shape[:-1], -1, storage.block)
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // storage.block, storage.block)
     top = groups.abs().amax(-1)
     if row.name == "int4" and storage.zero_point:
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
@@ -214,7 +214,7 @@ def dequantize(
         x = data.float()
     if storage.block:
         assert blocks is not None
-        x = x.reshape(*x.shape[:-1], -1, storage.block)
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // storage.block, storage.block)
         if storage.zero_point:
             blocks, zero = blocks.float().unbind(-1)
             x = x - zero[..., None]

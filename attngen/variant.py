@@ -17,6 +17,7 @@ from attngen.signature import OPS, Layout, OpName, Signature, Sizes
 from attngen.spec import MLA, AttentionSpec, Heads, Paged, QKNorm, Rope, Softmax
 
 _BLOCK = 16  # queries or keys, from which on masks are told to be of blocks
+_LARGEST_FP16 = 65504.0
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ def normalize(spec: AttentionSpec, op: OpName) -> Variant:
             fix="declare one dtype",
         )
     rope = _rotation(spec, op, kv_layout)
+    if rope is not None and spec.qk_norm is None and op != "append":
+        _check_turned(spec, rope, k_storage)
     if op == "append":
         return _append(spec, place, kv_layout, k_storage, v_storage, rope)
     if op == "backward":
@@ -297,6 +300,18 @@ def _rotation(spec: AttentionSpec, op: OpName, kv_layout: Layout) -> Rope | None
     cached = op in ("decode", "append") or kv_layout == "paged"
     keys = "append" if cached and rope.keys == "append" else "load"
     return rope.model_copy(update={"dim": rope.dim or width, "keys": keys})
+
+
+def _check_turned(spec: AttentionSpec, rope: Rope, k_storage: Storage) -> None:
+    """Stored numbers are turned before their factors, and rounded to the dtype of queries: they must fit it."""
+    dtype = widened(spec.dtype)
+    if rope.keys == "load" and dtype == "fp16" and k_storage.row.largest * 2**0.5 > _LARGEST_FP16:
+        raise UnsupportedError(
+            f"keys of {k_storage.dtype} do not turn in fp16",
+            where="spec.kv.dtype",
+            why=f"they are up to {k_storage.row.largest:.0f}, and turned ones beyond what fp16 holds",
+            fix="declare dtype='bf16', keys of fp8_e4m3, or ag.Rope(keys='append'), which turns them before they are stored",
+        )
 
 
 def _page_size(spec: AttentionSpec, kv_layout: Layout) -> int:

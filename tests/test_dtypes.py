@@ -97,6 +97,15 @@ def test_zeros_stay_zeros(name: str) -> None:
     assert torch.isclose(found[0, 0, 5], torch.tensor(1.0), rtol=0.3)
 
 
+@pytest.mark.parametrize("name", STORAGES)
+def test_no_tokens_are_stored_as_none(name: str) -> None:
+    storage = STORAGES[name]
+    data, blocks, tokens = quantize(torch.zeros(0, 2, 128), storage, factor(storage))
+    assert data.shape[:2] == (0, 2)
+    scale = tokens if storage.scale == "token" else factor(storage)
+    assert dequantize(data, storage, blocks, scale).shape == (0, 2, 128)
+
+
 def test_ties_go_to_even() -> None:
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 3.0]])
     assert quantize(x, Storage("int8", "tensor"))[0].tolist() == [[0, 2, 2, 0, -2, -2, 126, 3]]

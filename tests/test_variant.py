@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import attngen as ag
@@ -33,6 +35,25 @@ def test_backward_of_a_paged_cache_is_refused() -> None:
     with pytest.raises(ag.UnsupportedError, match="backward does not read a paged cache") as error:
         normalize(spec, "backward")
     assert "Contiguous" in error.value.fix
+
+
+def test_turned_keys_must_fit_the_dtype_of_queries() -> None:
+    def spec(**fields: Any) -> ag.AttentionSpec:
+        rope = fields.pop("rope", ag.Rope())
+        return ag.AttentionSpec(
+            heads=ag.MHA(4, 64), rope=rope, kv=ag.Paged(16, dtype=fields.pop("kv", "fp8_e5m2")), **fields
+        )
+
+    with pytest.raises(ag.UnsupportedError, match="keys of fp8_e5m2 do not turn in fp16") as error:
+        normalize(spec(dtype="fp16"), "decode")
+    assert "bf16" in error.value.fix
+    for fits in (
+        spec(dtype="bf16"),
+        spec(dtype="fp16", kv="fp8_e4m3"),
+        spec(dtype="fp16", rope=ag.Rope(keys="append")),
+        spec(dtype="fp16", qk_norm=ag.QKNorm()),
+    ):
+        assert normalize(fits, "decode").rope is not None
 
 
 def test_mixed_dtypes_are_not_trained_on() -> None:

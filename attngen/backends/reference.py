@@ -175,7 +175,8 @@ def _numbers(
         return data
     if blocks is not None:
         blocks = flat(blocks)
-        blocks = blocks.reshape(*blocks.shape[:-1], -1, 2) if storage.zero_point else blocks
+        if storage.zero_point:
+            blocks = blocks.reshape(*blocks.shape[:-1], blocks.shape[-1] // 2, 2)
     if scale is not None and storage.scale == "token":
         scale = flat(scale.unsqueeze(-1)).squeeze(-1)
     return dequantize(data, storage, blocks, scale)

@@ -190,6 +190,14 @@ def _primitive_cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
         kv = next(storage)
         spec = declare((2, 1), (16, 16), mask=mask, score_mods=mods, kv=kv, dtype=dtypes[index % len(dtypes)])
         yield from _ops(name, spec, index)
+        if name == "mask-block-sparse":  # a mask of heads, for the only one
+            yield Case(
+                f"{name}-one-head",
+                declare((1, 1), (64, 64), mask=mask, dtype=dtypes[-1]),
+                "backward",
+                *LENS[0],
+                seed=index,
+            )
         if mods and kv.kind == "paged" and any(param.dtype != "i32" for param in mods[0].params()):
             trained = declare((2, 1), (16, 16), mask=mask, score_mods=mods, dtype=dtypes[0])
             yield Case(f"{name}-training", trained, "backward", *LENS[1], seed=index)
