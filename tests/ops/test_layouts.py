@@ -152,11 +152,12 @@ LATENT_LAYOUTS = (
     (256, True, "table"),
     (256, False, "csr"),
 )
-LATENTS = {
-    "bf16": ("bf16", {}),
-    "fp16": ("fp16", {}),
-    "e4m3": ("bf16", {"dtype": "fp8_e4m3"}),
-    "e4m3-tokens": ("fp16", {"dtype": "fp8_e4m3", "scale": "token"}),
+LATENTS: dict[str, tuple[str, dict[str, str], ag.Softmax]] = {
+    "bf16": ("bf16", {}, ag.Softmax()),
+    "fp16": ("fp16", {}, ag.Softmax()),
+    "off-by-one": ("bf16", {}, ag.Softmax(off_by_one=True)),
+    "e4m3": ("bf16", {"dtype": "fp8_e4m3"}, ag.Softmax()),
+    "e4m3-tokens": ("fp16", {"dtype": "fp8_e4m3", "scale": "token"}, ag.Softmax()),
 }
 
 
@@ -165,8 +166,14 @@ LATENT_LENS, CKV, KPE = (2300, 2, 77), 512, 64
 
 def latents(name: str, size: int, joined: bool, way: str) -> tuple[ag.AttentionSpec, Any, dict[str, Any]]:
     """The spec, cache and lengths of one layout of latents."""
-    dtype, fields = LATENTS[name]
-    spec = ag.AttentionSpec(heads=ag.MLA(num_qo_heads=5), mask=ag.Causal(), dtype=dtype, kv=ag.Paged(size, **fields))
+    dtype, fields, normalizer = LATENTS[name]
+    spec = ag.AttentionSpec(
+        heads=ag.MLA(num_qo_heads=5),
+        mask=ag.Causal(),
+        normalizer=normalizer,
+        dtype=dtype,
+        kv=ag.Paged(size, **fields),
+    )
     storage = spec.kv.storages(dtype)[0]
     x = torch.randn(sum(LATENT_LENS), CKV + KPE, generator=torch.Generator().manual_seed(11))
     order = torch.randperm(sum(-(-n // size) for n in LATENT_LENS), generator=torch.Generator().manual_seed(size))
