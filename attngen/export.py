@@ -174,7 +174,9 @@ def _check_targets(targets: Sequence[Target], backend: str) -> None:
                 why="on AMD they go through Triton's own launcher; one on the HIP driver is missing"
                 if target.kind == "hip"
                 else "the interpreter is part of Triton",
-                fix="export for cpu or cuda targets, and use ag.compile there",
+                fix="export for cpu or cuda targets; for AMD, ship a cache (attngen compile --into) beside attngen and triton"
+                if target.kind == "hip"
+                else "export for cpu or cuda targets, and use ag.compile there",
             )
         if registry.backend(backend or default_backend(target)) is None:
             raise UnsupportedError(

@@ -9,9 +9,11 @@ import pytest
 import attngen as ag
 from attngen.backends.cuda import CudaBackend
 from attngen.backends.triton import TritonBackend
+from attngen.choice import chosen_plan
 from attngen.codegen.render import RenderedKernel
 from attngen.codegen.toolchain import BuildResult
 from attngen.errors import BuildError, SlowKernelError
+from attngen.explain import Request, explain
 from attngen.ops import Op
 from attngen.target import Target
 
@@ -135,3 +137,21 @@ def test_rejected_tiles_are_remembered(machine: Machine, tmp_path: Path, caplog:
     machine.ship(tmp_path / "shipped")
     assert machine.compile(spec=spec, op="prefill").plan == before.plan
     assert caplog.text.count("others are tried") == 1
+
+
+def test_explain_tells_what_compile_would_choose(machine: Machine, tmp_path: Path) -> None:
+    def by() -> str:
+        (section,) = explain(Request(SPEC, "decode", TARGET), "plan")
+        return section.text.split(" by ")[1].partition(":")[0]
+
+    assert backends(machine.compile("triton")) == ["triton", "triton"]
+    machine.has = ("cuda", "triton")
+    assert by() == "cuda"
+    machine.has = ()  # what lies in the cache decides
+    assert by() == "triton"
+    assert chosen_plan(SPEC, "decode", TARGET).backend == "triton"
+    machine.ship(tmp_path / "image")
+    machine.has = ("cuda", "triton")
+    assert by() == "triton"  # an image's kernels run wherever it is
+    machine.set("ATTNGEN_BACKEND", "cuda")
+    assert by() == "cuda"

@@ -171,6 +171,8 @@ TRITON = (
     Row("dq", 256, Tiles(32, 32, 8, 1), itemsize=2),
 )
 
+PRODUCT_BYTES = 32  # of the terms that a product of Hopper's adds up: keys, where weights are multiplied by values
+
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
 # bytes in flight the same.
 CUDA = (
@@ -274,9 +276,11 @@ def may_run(
     )
     # Lists of tiles are made by Triton.
     listed = backend == "cuda" and variant.mask_reads_data
+    terms = PRODUCT_BYTES // DTYPES[variant.dtype].itemsize if backend == "cuda" and schedule == "prefill" else 1
     return (
         tiles.maps <= (mappable and (backend == "cuda" or variant.page_size % tiles.kv == 0))
         and not (listed and (tiles.q & (tiles.q - 1) or tiles.kv & (tiles.kv - 1)))
+        and tiles.kv % terms == 0
         and (tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))
         and (tiles.q >= queries or schedule != "dkdv")
     )

@@ -9,13 +9,12 @@ from attngen.dtypes import DTYPES
 from attngen.schedule.arguments import tensor_maps
 from attngen.schedule.plan import Arg, KernelPlan, OpPlan, Tiles
 from attngen.schedule.planner import choices, min_split
-from attngen.schedule.tables import may_run
+from attngen.schedule.tables import PRODUCT_BYTES, may_run
 
 # Kernels that take the time of an op. Others follow their tiles, or take a small part of it.
 _TUNABLE = frozenset({"forward", "dkdv", "dq", "dqkv", "append"})
 _MOST_WARPS, _MOST_STAGES = 8, 7
 _SMALLEST = {"cpp": 32, "triton": 16}  # rows of a panel, and terms and rows of a product
-_TERMS = 32  # bytes of the terms that a product of Hopper's adds up
 
 
 def with_tiles(plan: OpPlan, role: str, tiles: Tiles) -> OpPlan:
@@ -93,7 +92,7 @@ def _cuda_neighbours(kernel: KernelPlan) -> Iterator[Tiles]:
             if blocks >= 1:
                 yield replace(tiles, blocks=blocks)
     else:
-        step = _TERMS // DTYPES[kernel.variant.dtype].itemsize
+        step = PRODUCT_BYTES // DTYPES[kernel.variant.dtype].itemsize
         for keys in (tiles.kv - step, tiles.kv + step):
             yield replace(tiles, kv=keys)
     yield from _staged(tiles, smallest=2)
