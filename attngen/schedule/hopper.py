@@ -43,7 +43,7 @@ def _serves_query_tiles(variant: Variant) -> bool:
         and (variant.is_softmax or itemsize == 2)
         and all(s.dtype == variant.dtype and s.scale != "token" for s in (variant.k_storage, variant.v_storage))
         and (variant.page_size % SWIZZLED_ROWS == 0 or itemsize == 2)
-        and not variant.is_transformed
+        and (not variant.is_transformed or (_turns_queries_alone(variant) and itemsize == 2))
         and variant.value_source == "values"
         and not variant.head_dim_pe
         and not variant.mask_reads_pairs
@@ -54,6 +54,11 @@ def _serves_query_tiles(variant: Variant) -> bool:
             for dim in (variant.head_dim_qk, variant.head_dim_vo)
         )
     )
+
+
+def _turns_queries_alone(variant: Variant) -> bool:
+    """Whether queries turn when they are read, and keys have turned on their way into a cache."""
+    return variant.qk_norm is None and variant.rope is not None and variant.rope.keys == "append"
 
 
 def _serves_backward(variant: Variant) -> bool:

@@ -23,10 +23,11 @@ SINKS = ag.Causal() & (ag.SlidingWindow(left=30) | ag.GlobalTokens(5))
 
 @cache
 def _served() -> list[Case]:
-    """Decode cases that are not of shipped specs, which are made of what others cover."""
+    """Cases of decode and of prefill that are not of shipped specs, which are made of what others cover."""
     shipped = tuple(f"{name}-" for name in ag.shipped_specs())
-    cases = [case for case in corpus(("bf16", "fp16")) if case.op == "decode" and not case.name.startswith(shipped)]
-    return [case for case in cases if plan_op(case.spec, "decode", HOPPER, "cuda").kernels[0].backend == "cuda"]
+    ops = ("decode", "prefill")
+    cases = [case for case in corpus(("bf16", "fp16")) if case.op in ops and not case.name.startswith(shipped)]
+    return [case for case in cases if plan_op(case.spec, case.op, HOPPER, "cuda").kernel("forward").backend == "cuda"]
 
 
 def _more() -> list[Case]:

@@ -38,6 +38,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "5-hole": ("csr", {"kv": ag.Paged(5), "mask": SINKS, "normalizer": ag.Softmax(sink=True)}),
     "7-lists": ("table", {"kv": ag.Paged(7), "mask": CAUSAL & ag.Document("doc_ids")}),
     "12-dropout": ("table", {"kv": ag.Paged(12), "mask": CAUSAL, "dropout": 0.2}),
+    "16-rope": ("csr", {"kv": ag.Paged(16), "mask": CAUSAL, "rope": ag.Rope(keys="append")}),
+    "3-rope-part": (
+        "table",
+        {
+            "kv": ag.Paged(3),
+            "heads": ag.MHA(2, 72, head_dim_vo=64),
+            "mask": WINDOW,
+            "rope": ag.Rope(dim=24, theta=500.0, interleaved=True, keys="append"),
+        },
+    ),
+    "32-rope-table": (
+        "table",
+        {
+            "kv": ag.Paged(32),
+            "heads": ag.MHA(1, 128),
+            "dtype": "fp16",
+            "rope": ag.Rope(table="cos_sin", keys="append"),
+        },
+    ),
     "32-fp8": ("csr", {"kv": ag.Paged(32), "mask": WINDOW, "heads": ag.MHA(1, 128), "dtype": "fp8_e4m3"}),
     "40-sink": ("csr", {"kv": ag.Paged(40), "mask": WINDOW, "normalizer": ag.Softmax(sink=True)}),
 }

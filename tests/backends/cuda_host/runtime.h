@@ -65,6 +65,7 @@ inline bool __any_sync(unsigned, bool x) {
 inline void __syncwarp() { machine::meet_warp({}); }
 inline void __syncthreads() { machine::meet(machine::block->all, {}, "its block"); }
 inline void __trap() { FAIL("block %d: a trap", machine::block->number); }
+inline uint64_t __umul64hi(uint64_t x, uint64_t y) { return uint64_t((unsigned __int128)x * y >> 64); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* at, int x) {
   machine::yield();
@@ -106,6 +107,8 @@ inline void ptx_cvt_rn_bf16_f32(uint16_t& r, float x) { r = uint16_t(machine::Bf
 inline void ptx_cvt_rn_f16_f32(uint16_t& r, float x) { r = uint16_t(machine::Fp16::store(x)); }
 inline void ptx_lop3_b32_0x6a(uint32_t& r, uint32_t x, uint32_t y, uint32_t z) { r = (x & y) ^ z; }
 inline void ptx_ex2_approx_ftz_f32(float& r, float x) { r = exp2f(x); }
+inline void ptx_sin_approx_f32(float& r, float x) { r = sinf(x); }
+inline void ptx_cos_approx_f32(float& r, float x) { r = cosf(x); }
 inline void ptx_tanh_approx_f32(float& r, float x) { r = tanhf(x); }
 inline void ptx_movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& r, uint32_t x) {
   auto words = machine::meet_warp({x});
@@ -127,6 +130,8 @@ inline void ptx_stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t to, uint32_t a
 inline void ptx_stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   machine::store_matrices(true, to, {a, b, c, d});
 }
+inline void ptx_st_shared_u16(uint32_t to, uint16_t x) { machine::write_shared(to, x); }
+inline void ptx_ld_shared_u16(uint16_t& r, uint32_t from) { std::memcpy(&r, machine::shared_at(from, 2), 2); }
 inline void ptx_st_shared_f32(uint32_t to, float x) { machine::write_shared(to, x); }
 inline void ptx_st_shared_v4_b32(uint32_t to, unsigned a, unsigned b, unsigned c, unsigned d) { machine::write_shared(to, uint4{a, b, c, d}); }
 inline void ptx_st_shared_v4_b32(uint32_t to, unsigned x) { machine::write_shared(to, uint4{x, x, x, x}); }
