@@ -187,7 +187,7 @@ CUDA = (
     Row("prefill", 256, Tiles(128, 80, 12, 2, maps=True), masked=False, plain=True),
     Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True)),
     Row("decode", 128, Tiles(8, 16, 4, 3, blocks=3), archs=("sm90a",), kv_block=16, group_size=5),
-    Row("decode", 128, Tiles(4, 32, 4, 2, blocks=5), archs=("sm90a",), kv_bits=4, kv_block=16),
+    Row("decode", 128, Tiles(4, 32, 4, 2, blocks=4), archs=("sm90a",), kv_bits=4, kv_block=16),
     Row("decode", 128, Tiles(4, 16, 4, 3, blocks=4), archs=("sm90a",), kv_block=16),
     Row("decode", 256, Tiles(8, 16, 4, 2, blocks=2), archs=("sm90a",), kv_block=16, group_size=5),
     Row("decode", 256, Tiles(4, 16, 4, 2, blocks=2), archs=("sm90a",), kv_block=16),
