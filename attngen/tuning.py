@@ -64,8 +64,9 @@ def tune(
             "no shape is given", where="shapes", why="speed is of a shape", fix="pass batch=64,kv_len=8192"
         )
     device, place = _device(None if target is None else Target.parse(target))
-    found = []
-    for op in _ops_of(spec, ops):
+    wanted, found = _ops_of(spec, ops), []
+    _check_names(spec, wanted, params or {})
+    for op in wanted:
         tuner = Tuner(spec, op, place, device, backend, sizes)
         found.append(tuner.run(params or {}, jobs or min(8, os.cpu_count() or 1), progress or (lambda *_: None)))
     return tuple(found)
@@ -102,6 +103,19 @@ def _ops_of(spec: AttentionSpec, ops: Iterable[OpName] | None, missing: str = ""
             if ops is not None and not missing:
                 raise
     return found
+
+
+def _check_names(spec: AttentionSpec, ops: Iterable[OpName], params: Mapping[str, torch.Tensor]) -> None:
+    variants = [normalize(spec, op) for op in ops]
+    declared = {param.name for variant in variants for param in variant.params} | {variant.gate for variant in variants}
+    for name in params:
+        if name not in declared:
+            raise ArgumentError(
+                f"params holds {name!r}",
+                where=f"params[{name!r}]",
+                why=f"these ops read {', '.join(sorted(repr(known) for known in declared if known)) or 'no parameter'}",
+                fix="remove or rename it",
+            )
 
 
 def _device(target: Target | None) -> tuple[torch.device, Target]:

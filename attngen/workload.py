@@ -166,6 +166,13 @@ class _Maker:
 
     def append(self) -> Call:
         """New tokens for the last slots of every request."""
+        if self.qo_len > self.kv_len:
+            raise ArgumentError(
+                f"{self.qo_len} new tokens have no room",
+                where="shapes",
+                why=f"a request has {self.kv_len} slots",
+                fix="give kv_len at least as large as qo_len",
+            )
         variant, signature = self.variant, self.variant.signature
         count, heads = self.batch * self.qo_len, variant.num_kv_heads
         absorbed = variant.value_source == "keys"
@@ -273,7 +280,9 @@ class _Maker:
             examples = sample_parameters(self.spec, self.qo_len, self.kv_len, self.batch)
             known = {name: tensor for name, tensor in examples.items() if name in names} | known
         made = {param.name: known.get(param.name, self._drawn(param)) for param in variant.params}
-        if variant.gate:
+        if variant.gate and variant.gate in given:
+            made[variant.gate] = given[variant.gate]
+        elif variant.gate:
             lead = (self.batch, self.qo_len) if variant.q_layout == "padded" else (self.batch * self.qo_len,)
             gate = self.normal(*lead, variant.num_qo_heads, variant.head_dim_vo)
             made[variant.gate] = gate.to(torch_dtype(variant.compute_dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ import attngen as ag
 from attngen import tuner
 from attngen.choice import chosen_plan, plan_op, table_plan, tuning_key
 from attngen.cli import app
+from attngen.compiler import build_kernels
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.schedule import Tiles, tile_candidates, with_tiles
 from attngen.settings import Settings
@@ -32,9 +34,24 @@ SHAPE = "batch=1,kv_len=100"
 WINNER = Tiles(64, 64)
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds every candidate of SPEC's prefill, and no tuning."""
+    folder = tmp_path_factory.mktemp("built") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNGEN_CACHE_DIR", str(folder))
+        plan = plan_op(SPEC, "prefill", CPU, "cpp")
+        for tiles in (WINNER, *tile_candidates(plan.kernel("forward"))):
+            build_kernels(SPEC, with_tiles(plan, "forward", tiles))
+        build_kernels(SPEC, plan)
+    return folder
+
+
 @pytest.fixture
-def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, which is this test's own."""
     folder = tmp_path / "cache"
+    shutil.copytree(built, folder)
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(folder))
     return folder
 
@@ -64,12 +81,12 @@ def tune(**options) -> ag.tuning.TunedOp:
     return ag.tune(SPEC, shapes=[SHAPE], ops=["prefill"], jobs=2, **options)[0]
 
 
-def record_of(cold: Path) -> Path:
-    (path,) = (cold / "tuned").glob("*/*.json")
+def record_of(cache: Path) -> Path:
+    (path,) = (cache / "tuned").glob("*/*.json")
     return path
 
 
-def test_real_candidates_are_built_timed_and_judged(cold: Path) -> None:
+def test_real_candidates_are_built_timed_and_judged(cache: Path) -> None:
     """Nothing is replaced here: whichever tiles win, the record says so, and results stay what they were."""
     steps: list[tuple[str, int, int]] = []
     q, k, v = (torch.randn(1, 100, 2, 32) for _ in range(3))
@@ -104,54 +121,58 @@ def next_process(*arguments: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_next_process_runs_the_winner_and_builds_nothing(cold: Path, clock) -> None:
+def test_the_next_process_runs_the_winner_and_builds_nothing(cache: Path, clock) -> None:
     found = tune()
     assert (found.chosen, found.speedup) == ({"forward": WINNER}, 2.0)
-    assert found.record == record_of(cold)
+    assert found.record == record_of(cache)
     for extra in ({}, {"ATTNGEN_REQUIRE_CACHED": "1"}, {"CXX": "no-such-compiler"}):
         said = next_process(**extra)
         assert "tiles 64" in said
         assert "build" not in said
-    shipped = next_process(ATTNGEN_CACHE_PATH=str(cold), ATTNGEN_CACHE_DIR=f"{cold}-empty")
+    shipped = next_process(ATTNGEN_CACHE_PATH=str(cache), ATTNGEN_CACHE_DIR=f"{cache}-empty")
     assert "tiles 64" in shipped
     assert "build" not in shipped
-    assert not Path(f"{cold}-empty").exists()
+    assert not Path(f"{cache}-empty").exists()
 
 
-def test_forgetting_returns_to_the_table(cold: Path, clock) -> None:
+def test_forgetting_returns_to_the_table(cache: Path, clock) -> None:
     tune()
     assert forget(SPEC) == 1
     assert forget(SPEC) == 0
     assert "tiles 128" in next_process()
     tune()
     store().clear()
-    assert not (cold / "tuned").exists()
+    assert not (cache / "tuned").exists()
     assert chosen_plan(SPEC, "prefill", CPU).kernel("forward").tiles.q == 128
 
 
-def test_a_later_tuning_decides(cold: Path, clock) -> None:
+def test_a_later_tuning_decides(cache: Path, clock) -> None:
     tune()
     clock[64], clock[256] = 3.0, 1.0
     assert tune().chosen == {"forward": Tiles(256, 64)}
-    assert json.loads(record_of(cold).read_text())["tiles"]["forward"]["q"] == 256
+    assert json.loads(record_of(cache).read_text())["tiles"]["forward"]["q"] == 256
     clock[256] = 1.99  # faster, but by less than is measured again
     assert tune().chosen == {}
-    assert not list((cold / "tuned").glob("*"))
+    assert not list((cache / "tuned").glob("*"))
 
 
-def test_nothing_is_tuned_without_being_asked(cold: Path) -> None:
+def test_nothing_is_tuned_without_being_asked(cache: Path) -> None:
+    before = len(list(store().entries()))
     ops = ag.compile(SPEC, target="cpu")
-    assert not (cold / "tuned").exists()
+    ops.prefill(*(torch.randn(1, 100, 2, 32) for _ in range(3)))
+    assert not (cache / "tuned").exists()
     assert ops.op("prefill").plan == plan_op(SPEC, "prefill", CPU, "cpp")
-    assert len(list(store().entries())) == 7
+    assert len(list(store().entries())) == before + 6  # decode, merge, delta, dkdv, dq, append
 
 
 @pytest.mark.parametrize(
     "harm", ["flipped", "truncated", "other digest", "foreign tiles", "unknown role", "open to all"]
 )
-def test_a_damaged_record_is_passed_over_loudly(cold: Path, clock, harm: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_record_is_passed_over_loudly(
+    cache: Path, clock, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
     tune()
-    path = record_of(cold)
+    path = record_of(cache)
     text = path.read_text()
     record = next(iter(Tunings(store()).all()))[1]
     if harm == "flipped":
@@ -172,7 +193,7 @@ def test_a_damaged_record_is_passed_over_loudly(cold: Path, clock, harm: str, ca
     assert "tiles of its table" in caplog.text
 
 
-def test_a_record_ends_with_what_it_was_made_from(cold: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_ends_with_what_it_was_made_from(cache: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another declaration, another toolchain, or other text of the table's kernels has another key."""
     tune()
     assert chosen_plan(SPEC, "prefill", CPU).kernel("forward").tiles == WINNER
@@ -186,7 +207,7 @@ def test_a_record_ends_with_what_it_was_made_from(cold: Path, clock, monkeypatch
     assert Tunings(store()).find(replace(key, fingerprint=None)) is not None  # where none is, any will do
 
 
-def test_another_result_is_dropped(cold: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_result_is_dropped(cache: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = tuner.Op.forward
 
     def wrong(self, inputs, out, lse, max_logit=None, *, partial=False):
@@ -202,7 +223,7 @@ def test_another_result_is_dropped(cold: Path, clock, monkeypatch: pytest.Monkey
     assert found.chosen == {}
 
 
-def test_what_spills_fails_or_comes_out_slow_is_dropped(cold: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_spills_fails_or_comes_out_slow_is_dropped(cache: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
     build = tuner.build_kernels
 
     def spilling(spec, plan, progress=None):
@@ -223,7 +244,7 @@ def test_what_spills_fails_or_comes_out_slow_is_dropped(cold: Path, clock, monke
     }
 
 
-def test_kernels_of_an_op_are_tried_alone_and_together(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_an_op_are_tried_alone_and_together(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cost = {("dkdv", 128): 1.0, ("dkdv", 64): 2.0, ("dq", 64): 1.0, ("dq", 32): 0.5}
 
     def milliseconds(op: tuner.Op) -> float:
@@ -243,7 +264,7 @@ def test_kernels_of_an_op_are_tried_alone_and_together(cold: Path, monkeypatch: 
     assert ops.op("backward", torch.device("cpu"), deterministic=True) is ops.op("backward", torch.device("cpu"))
 
 
-def test_only_kernels_that_the_shapes_need_are_tried(cold: Path, clock) -> None:
+def test_only_kernels_that_the_shapes_need_are_tried(cache: Path, clock) -> None:
     spec = SPEC.model_copy(update={"heads": ag.GQA(4, 2, 32)})
     clock.clear()
     (found,) = ag.tune(spec, shapes=["batch=2,kv_len=50,qo_len=3"], ops=["prefill"])
@@ -321,16 +342,24 @@ def test_a_target_that_is_not_here_is_refused() -> None:
         ag.tune(SPEC, shapes=[])
     with pytest.raises(UnsupportedError, match="reference has no tiles"):
         ag.tune(SPEC, shapes=[SHAPE], backend="reference")
+    with pytest.raises(ArgumentError, match="params holds 'slopes'"):
+        ag.tune(SPEC, shapes=[SHAPE], params={"slopes": torch.ones(2)})
+    with pytest.raises(ArgumentError, match="9 new tokens have no room"):
+        random_call(SPEC, normalize(SPEC, "append"), "append", Shape(1, 8, 9), torch.device("cpu"))
 
 
-def test_nothing_is_tuned_where_nothing_may_be_built(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tuned_where_nothing_may_be_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_REQUIRE_CACHED", "1")
+    assert len(tune().measured) == 5  # all are there
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", f"{cache}-of-the-table")
+    monkeypatch.delenv("ATTNGEN_REQUIRE_CACHED")
     ag.compile(SPEC, target="cpu", ops=["prefill"])
     monkeypatch.setenv("ATTNGEN_REQUIRE_CACHED", "1")
     with pytest.raises(ag.CacheMissError):
         tune()
 
 
-def test_the_command_tells_what_it_found_and_others_that_it_did(cold: Path, clock, tmp_path: Path) -> None:
+def test_the_command_tells_what_it_found_and_others_that_it_did(cache: Path, clock, tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
     path.write_text(SPEC.to_toml())
 
@@ -350,16 +379,16 @@ def test_the_command_tells_what_it_found_and_others_that_it_did(cold: Path, cloc
     assert gain in run("doctor")
     shipped = tmp_path / "shipped"
     run("compile", str(path), "--ops", "prefill", "--into", str(shipped))
-    assert "tiles 64" in next_process(ATTNGEN_CACHE_PATH=str(shipped), ATTNGEN_CACHE_DIR=f"{cold}-empty", CXX="none")
-    record_of(cold).write_text("{}")
+    assert "tiles 64" in next_process(ATTNGEN_CACHE_PATH=str(shipped), ATTNGEN_CACHE_DIR=f"{cache}-empty", CXX="none")
+    record_of(cache).write_text("{}")
     assert "is not used" in run("doctor")
     assert "removed 1 tuning" in run("tune", str(path), "--forget")
     assert "tuned" not in run("explain", str(path), "--op", "prefill")
 
 
-def test_records_cannot_be_written(cold: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_cannot_be_written(cache: Path, clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self, record: Tuning) -> Path:
-        with self._store.changing(cold):
+        with self._store.changing(cache):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Tunings, "put", full)
