@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from attngen.choice import is_in_use
 from attngen.errors import ArgumentError
 from attngen.settings import Settings
 from attngen.store import Artifact, Store, Tunings, differences
@@ -34,10 +35,11 @@ def ls() -> None:
         console.print(table)
     console.print(_total(entries))
     records = [record for _, record in Tunings(_store()).all()]
-    tuned = table_of("tuned spec", "op", "backend", "target", "kernels", ">faster", "for", "on")
+    tuned = table_of("tuned spec", "op", "backend", "target", "kernels", ">faster", "", "for", "on")
     for record in sorted(records, key=lambda record: (record.spec, record.op, record.target)):
         place = (record.spec, record.op, record.backend, record.target, ", ".join(record.tiles))
-        tuned.add_row(*place, f"x {record.speedup:.2f}", "; ".join(record.shapes), record.device)
+        state = "in use" if is_in_use(record, _store()) else "not in use"
+        tuned.add_row(*place, f"x {record.speedup:.2f}", state, "; ".join(record.shapes), record.device)
     if records:
         console.print(tuned)
 
@@ -78,7 +80,8 @@ def gc(
         str, typer.Option("--max-age", metavar="TIME", help="Also remove entries not used for so long: 12h, 30d.")
     ] = "",
 ) -> None:
-    """Remove what dead builds left behind, damaged entries, logs of failures and, if asked to, entries of your own cache.
+    """Remove what dead builds left behind, damaged entries, logs of failures, tunings that are out of date and, if asked to,
+    entries of your own cache.
 
     Those that were used least recently go first. Use is noted once an hour.
     """
@@ -86,6 +89,9 @@ def gc(
     age = _quantity("--max-age", max_age, _SECONDS, "12h or 30d")
     store = _store()
     out().print(f"removed {count(store.collect(), 'leftover')}")
+    stale = [path for path, record in Tunings(store).all() if not is_in_use(record, store)]
+    if removed_tunings := Tunings(store).remove(stale):
+        out().print(f"removed {count(removed_tunings, 'tuning')} out of date")
     if size is not None or age is not None:
         removed = store.trim(max_size=size, max_age=age)
         out().print(f"removed {_total(removed)}; {_total(store.own_entries())} stay")

@@ -13,7 +13,7 @@ from attngen.backends.base import Backend
 from attngen.backends.registry import backend as get_backend
 from attngen.backends.registry import serving
 from attngen.codegen.render import RenderedKernel, render
-from attngen.errors import UnsupportedError
+from attngen.errors import AttngenError, UnsupportedError
 from attngen.ops import BuiltKernel, Op
 from attngen.schedule import KernelPlan, OpPlan, Tiles, choose_schedule, retile, tile_candidates, with_tiles
 from attngen.settings import Settings
@@ -160,6 +160,16 @@ def tuning_of(plan: OpPlan, store: Store) -> Tuning | None:
         tunings.refuse(key, str(error))
         return None
     return found
+
+
+def is_in_use(record: Tuning, store: Store) -> bool:
+    """Whether its op would find this record now: not where table, templates or toolchains have changed since."""
+    spec = AttentionSpec.model_validate_json(record.declaration)
+    try:
+        plan = plan_op(spec, cast("OpName", record.op), Target.parse(record.target), record.backend)
+        return bool(plan.kernels) and Tunings(store).find(tuning_key(plan)) == record
+    except AttngenError:  # there is no such op, target or backend any more
+        return False
 
 
 def tiled(plan: OpPlan, tiles: Mapping[str, Tiles]) -> OpPlan:

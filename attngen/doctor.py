@@ -22,6 +22,7 @@ from attngen.backends.devices import device_target
 from attngen.backends.ptxas import choose_ptxas
 from attngen.backends.registry import default_backend
 from attngen.backends.triton_compile import triton_folder, triton_version
+from attngen.choice import is_in_use
 from attngen.errors import AttngenError
 from attngen.settings import Settings
 from attngen.store import Store, Tunings
@@ -151,16 +152,18 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", "no home folder: kernels last as long as a process", "set ATTNGEN_CACHE_DIR")
         return
     yield _root("cache", store.root, writable=True)
-    yield from _tunings(Tunings(store))
+    yield from _tunings(store)
 
 
-def _tunings(tunings: Tunings) -> Iterator[Finding]:
+def _tunings(store: Store) -> Iterator[Finding]:
     """Ops that run with other tiles than the table's."""
-    if not tunings.any():
-        return
+    tunings = Tunings(store)
     for _, record in tunings.all():
         name = f"{record.spec or 'unnamed'} {record.op} for {record.target}"
-        yield Finding("tuned", f"{name}: {record.gain}")
+        if is_in_use(record, store):
+            yield Finding("tuned", f"{name}: {record.gain}")
+        else:
+            yield Finding("tuned", f"{name}: not in use", "tune again; attngen cache gc removes what is out of date")
     for path, reason in tunings.damaged().items():
         yield Finding("tuned", f"{path} is not used: {reason}", "remove it, and tune again")
 

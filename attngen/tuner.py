@@ -297,6 +297,7 @@ class Tuner:
                 digest=key.digest,
                 fingerprint=key.fingerprint or "",
                 spec=self.spec.name or "",
+                declaration=self.spec.model_dump_json(),
                 op=self.op,
                 target=str(self.found.target),
                 backend=self.found.backend,

@@ -380,6 +380,13 @@ def test_the_command_tells_what_it_found_and_others_that_it_did(cache: Path, clo
     shipped = tmp_path / "shipped"
     run("compile", str(path), "--ops", "prefill", "--into", str(shipped))
     assert "tiles 64" in next_process(ATTNGEN_CACHE_PATH=str(shipped), ATTNGEN_CACHE_DIR=f"{cache}-empty", CXX="none")
+    assert "in use" in run("cache", "ls")
+    assert "removed 0 leftovers" in run("cache", "gc")
+    Tunings(store()).put(replace(next(iter(Tunings(store()).all()))[1], fingerprint="an older compiler"))
+    assert "not in use" in run("cache", "ls")
+    assert "prefill for cpu:x86-64" in run("doctor")
+    assert "not in use" in run("doctor")
+    assert "removed 1 tuning out of date" in run("cache", "gc")
     record_of(cache).write_text("{}")
     assert "is not used" in run("doctor")
     assert "removed 1 tuning" in run("tune", str(path), "--forget")

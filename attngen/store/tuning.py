@@ -60,6 +60,7 @@ class Tuning:
         schema: number of this format.
         digest, fingerprint: its key.
         spec: the spec's name, for people.
+        declaration: the spec as JSON, which tells whether the record is still what its op would look for.
         op, target, backend: what was tuned.
         tiles: by the kernel's role, where they differ from the table's.
         shapes: what was measured, as ``attngen tune --shapes`` takes it.
@@ -75,6 +76,7 @@ class Tuning:
     digest: str
     fingerprint: str
     spec: str
+    declaration: str
     op: str
     target: str
     backend: str
@@ -174,6 +176,15 @@ class Tunings:
             number = len(list(folder.glob("*.json")))
             private.discard(root.path, [folder])
         return number
+
+    def remove(self, paths: Sequence[Path]) -> int:
+        """Remove single records, as :meth:`all` gives them, from the user's own root, and count them."""
+        root = self._store.root
+        if root is None:
+            return 0
+        own = [path for path in paths if path.is_relative_to(root.path)]
+        with self._store.changing(root.path):
+            return private.discard(root.path, own)
 
     def all(self) -> Iterator[tuple[Path, Tuning]]:
         """Every intact record and its file, root by root."""
