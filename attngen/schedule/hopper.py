@@ -153,7 +153,7 @@ def _query_tiles_bytes(plan: KernelPlan) -> int:
         + tiles.num_stages * (tiles.kv * (qk + vo) + turned)
         + barriers
         + _ITEMS * _ITEM
-        + (2 * tiles.num_stages * _ORDER if plan.copies_rows else 0)
+        + (2 * tiles.num_stages * _ORDER if plan.orders_copies else 0)
         + 4 * tiles.num_stages
     )
 

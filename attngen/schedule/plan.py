@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+from attngen.dtypes import DTYPES
 from attngen.ir.expr import Expr, H
 from attngen.ir.intervals import Span, TileClass
 from attngen.schedule.launch import SWIZZLED_ROWS, Arg, KernelLaunch, Tiles
@@ -51,6 +52,15 @@ class KernelPlan(KernelLaunch):
     def copies_rows(self) -> bool:
         """Whether warps copy keys and values row by row: where pages are too small for tensor maps."""
         return self.variant.page_size % SWIZZLED_ROWS != 0
+
+    @property
+    def orders_copies(self) -> bool:
+        """Whether two warps copy keys and values as they are told: rows, or parts of a tile that lie in pages of their own.
+
+        Values of 8 bits leave no warp for that: one thread starts all copies.
+        """
+        in_parts = self.variant.kv_layout == "paged" and self.box_rows < self.tiles.kv
+        return in_parts and DTYPES[self.variant.dtype].itemsize > 1
 
     @property
     def turns(self) -> Turns | None:
