@@ -180,8 +180,8 @@ def quantize(
         blocks = (top / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn)
         codes = _e2m1(_divided(groups, blocks.float()[..., None]))
     else:
-        exponent = torch.frexp(top)[1] - 1  # floor(log2(top)); of 0, anything
-        blocks = torch.where(top > 0, exponent - 2 + 127, 0).clamp(0, 254).to(torch.uint8)
+        exponent = top.contiguous().view(torch.int32) >> 23  # floor(log2(top)) + 127; 255 of infinity
+        blocks = (exponent - 2).clamp(0, 254).to(torch.uint8)
         codes = _e2m1(groups / _power_of_two(blocks)[..., None])
     codes = codes.flatten(-2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), blocks, tokens

@@ -130,6 +130,12 @@ def test_what_is_too_large_is_clamped(dtype: str) -> None:
     assert found.tolist() == [[largest, -largest, largest, -largest, largest]]
 
 
+def test_mxfp4_keeps_infinity() -> None:
+    data, blocks, _ = quantize(torch.tensor([[float("inf"), *[1.0] * 31]]), STORAGES["mxfp4"])
+    assert blocks.item() == 253
+    assert dequantize(data, STORAGES["mxfp4"], blocks)[0, :2].tolist() == [float("inf"), 0.0]
+
+
 def test_mxfp4_scales_are_powers_of_two_of_the_largest_number() -> None:
     tops = torch.tensor([0.0, 4.0, 6.0, 7.9, 8.0, 0.124, 2.0**-126, 3.0e38])
     data, blocks, _ = quantize(tops[:, None, None].expand(-1, 1, 32), STORAGES["mxfp4"])

@@ -51,6 +51,8 @@ class _Storage(SpecModel):
             fits = [name for name in names if name in allowed and self.group_size in allowed[name]]
             if not fits:
                 raise ValueError(f"group_size={self.group_size} fits none of {sorted(n for n in names if n)}")
+            if "int4" in names and "int4" not in fits:
+                raise ValueError(f"group_size={self.group_size} is none of int4: 32, 64 or 128")
         return self
 
     def storages(self, default: str) -> tuple[Storage, Storage]:

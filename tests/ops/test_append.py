@@ -43,6 +43,21 @@ def test_every_storage_is_written_bit_by_bit(place: Place, case: Case) -> None:
     check(case, place.compile(case.spec), place.device)
 
 
+def test_blocks_with_infinity_are_written_as_they_are_defined(kernels: Place) -> None:
+    spec = ag.AttentionSpec(heads=ag.MHA(1, 64), kv=ag.Paged(4, dtype="mxfp4"), dtype="fp32")
+    x = torch.ones(2, 1, 64)
+    x[0, 0, 3], x[1, 0, 40] = float("inf"), -float("inf")
+    data, blocks, _ = quantize(x, spec.kv.storages("fp32")[0])
+    assert blocks is not None
+    caches = [(torch.zeros(2, 4, 1, 32, dtype=torch.uint8), torch.zeros(2, 4, 1, 2, dtype=torch.uint8)) for _ in "kv"]
+    moved = tuple(tuple(part.to(kernels.device) for part in cache) for cache in caches)
+    new = x.to(kernels.device)
+    kernels.compile(spec).append(new, new, moved, slot_mapping=torch.tensor([1, 5], device=kernels.device))
+    for cache in moved:
+        assert torch.equal(cache[0].cpu().view(8, 1, 32)[[1, 5]], data)
+        assert torch.equal(cache[1].cpu().view(8, 1, 2)[[1, 5]], blocks)
+
+
 def test_triton_writes_the_same_under_its_interpreter() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "tests.ops.append_cases"]

@@ -92,6 +92,14 @@ def test_numbers_written_differently_are_the_same_spec() -> None:
             "greater than or equal to 0",
         ),
         ({"heads": HEADS, "kv": {"kind": "paged", "page_size": 0}}, "kv.paged.page_size", "greater than or equal to 1"),
+        (
+            {
+                "heads": HEADS,
+                "kv": {"kind": "paged", "page_size": 16, "k_dtype": "int4", "v_dtype": "nvfp4", "group_size": 16},
+            },
+            "kv.paged",
+            "none of int4: 32, 64 or 128",
+        ),
         ({"heads": HEADS, "dtype": "fp8"}, "dtype", "'fp32', 'bf16', 'fp16' or 'fp8_e4m3'"),
         ({"heads": HEADS, "window": 3}, "window", "not permitted"),
         ({"heads": HEADS, "dropout": 1.0}, "dropout", "less than 1"),
