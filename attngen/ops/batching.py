@@ -33,14 +33,7 @@ def collect_inputs(
         ArgumentError: a tensor does not fit; nothing has been launched.
     """
     batch = _describe(variant, q, k, given, reads(q.device))
-    gate = None
-    if variant.gate is not None:
-        where, axes = f"params[{variant.gate!r}]", "[..., num_qo_heads, head_dim_vo]"
-        wanted = (*q.shape[:-1], variant.head_dim_vo)
-        gate = check_tensor(
-            where, params.get(variant.gate), dtype=variant.compute_dtype, shape=wanted, axes=axes, device=q.device
-        )
-        gate = check_strides(where, gate)
+    gate = check_gate(variant, q, params)
     seed, offset = _random_stream(variant, given, q.device)
     return Inputs(
         q,
@@ -65,6 +58,18 @@ def collect_inputs(
 def reads(device: torch.device) -> bool:
     """Whether checks look at the values of index tensors, which on a GPU waits for the stream."""
     return device.type == "cpu" or Settings.from_env().validate
+
+
+def check_gate(variant: Signature, q: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """What the results of ``q`` are multiplied by, before its sigmoid, if the variant has such a parameter."""
+    if variant.gate is None:
+        return None
+    where, axes = f"params[{variant.gate!r}]", "[..., num_qo_heads, head_dim_vo]"
+    shape = (*q.shape[:-1], variant.head_dim_vo)
+    gate = check_tensor(
+        where, params.get(variant.gate), dtype=variant.compute_dtype, shape=shape, axes=axes, device=q.device
+    )
+    return check_strides(where, gate)
 
 
 def _random_stream(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -83,6 +84,37 @@ def check_out(variant: Signature, q: torch.Tensor, out: torch.Tensor) -> None:
     shape = (*q.shape[:-1], variant.head_dim_vo)
     check_tensor("out", out, dtype=variant.out_dtype, shape=shape, axes=_OUT_AXES, device=q.device)
     check_writable("out", out)
+
+
+def undifferentiable(found: Rows, reason: UnsupportedError, *inputs: object) -> Rows:
+    """The rows of a call of ``inputs`` that has no backward: they require gradients, and to ask for those raises ``reason``."""
+    tracked = [x for x in tensors(inputs) if x.requires_grad]
+    out, lse, largest = found
+    return *_Undifferentiable.apply(reason, out, lse, *tracked), largest  # type: ignore[no-untyped-call]
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Passes on what depends on inputs in no way that backward knows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reason: UnsupportedError, out: torch.Tensor, lse: torch.Tensor, *_inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.reason = reason
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: torch.Tensor) -> Any:
+        raise ctx.reason
+
+
+def tensors(given: object) -> Iterator[torch.Tensor]:
+    """Those of an argument: itself, or the members of a tuple, a list or a dict."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (tuple, list, dict)):
+        for member in given.values() if isinstance(given, dict) else given:
+            yield from tensors(member)
 
 
 def forward(

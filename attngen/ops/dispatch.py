@@ -247,4 +247,4 @@ def of_one_token(q: Any) -> tuple[Any, bool]:
 
 def is_tracked(*inputs: object) -> bool:
     """Whether gradients of a call of these tensors are recorded."""
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in calls.tensors(inputs))

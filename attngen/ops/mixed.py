@@ -19,7 +19,7 @@ import torch
 
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.expr import Coord
-from attngen.ops.batching import cached_lengths, check_page_lists, reads, same_batch
+from attngen.ops.batching import cached_lengths, check_gate, check_page_lists, reads, same_batch
 from attngen.ops.calls import Prefix, Rows
 from attngen.ops.checks import check_indptr, check_tensor, torch_dtype
 from attngen.ops.merge import merge_states
@@ -74,27 +74,32 @@ class PrefixPrefill:
                 why="beside a prefix they are passed as the projection wrote them",
                 fix="pass k and v [nnz_kv, num_kv_heads, head_dim], and the cache as kv_cache=",
             )
+        unpacked = unpack(
+            self._fresh.signature("prefill"), self._fresh.declared, q, k, v, Extras(q_scale=given.q_scale)
+        )
+        gate = check_gate(self.variant.signature, q, params)
         qo_indptr = check_indptr("qo_indptr", given.qo_indptr, q.shape[0], q.device, read=False)
         kv_indptr = check_indptr("kv_indptr", given.kv_indptr, k.shape[0], q.device, read=False)
+        same_batch("kv_indptr", len(kv_indptr) - 1, len(qo_indptr) - 1)
         pages = _pages(given, len(qo_indptr) - 1, q.device)
         lens = cached_lengths(self._prefix.declared.page_size, pages, len(qo_indptr) - 1, q.device)
         first = given.q_offset
         if first is None:
             first = lens + (kv_indptr.diff() - qo_indptr.diff())
         own = {name: tensor for name, tensor in params.items() if name != self.variant.gate}
-        positions: dict[str, Any] = {"qo_indptr": qo_indptr, "q_offset": first, "q_scale": given.q_scale}
-        before = replace(pages, k_scale=given.k_scale, v_scale=given.v_scale, **positions)
-        after = Extras(kv_indptr=kv_indptr, kv_offset=lens, **positions)
-        new = self._part(self._fresh, q, k, v, after, own, want_max=want_max)
-        old = self._before(q, prefix, before, own, want_max=want_max)
+        positions: dict[str, Any] = {"qo_indptr": qo_indptr, "q_offset": first}
+        scales = {"q_scale": given.q_scale, "k_scale": given.k_scale, "v_scale": given.v_scale}
+        after = replace(unpacked[3], kv_indptr=kv_indptr, kv_offset=lens, **positions)
+        new = _attend(self._fresh, *unpacked[:3], after, own, want_max=want_max)
+        old = self._before(q, prefix, replace(pages, **scales, **positions), own, want_max=want_max)
         if not self.variant.is_softmax:
-            return self._finished(old[0] + new[0], params), q.new_empty(0), q.new_empty(0)
+            return self._finished(old[0] + new[0], gate), q.new_empty(0), q.new_empty(0)
         sink = None
         if self.variant.sink is not None and not partial:
             param = self.variant.sink_param
             sink = torch.zeros(self.variant.num_qo_heads, device=q.device) if param is None else params[param.name]
         out, lse = merge_states((old[0], new[0]), (old[1], new[1]), sink)
-        return self._finished(out, params), lse, torch.maximum(old[2], new[2]) if want_max else q.new_empty(0)
+        return self._finished(out, gate), lse, torch.maximum(old[2], new[2]) if want_max else q.new_empty(0)
 
     def _before(
         self, q: torch.Tensor, prefix: Prefix, given: Extras, params: Mapping[str, torch.Tensor], *, want_max: bool
@@ -110,7 +115,7 @@ class PrefixPrefill:
                         why="it projects latents, and this cache holds keys and values",
                         fix="leave it out",
                     )
-            return self._part(self._prefix, q, prefix.cache, None, given, params, want_max=want_max)
+            return self._over_cache(q, prefix.cache, given, params, want_max=want_max)
         w_uk, w_uv = (
             check_tensor(
                 name,
@@ -126,28 +131,34 @@ class PrefixPrefill:
         )
         nope, rope = q[..., : heads.head_dim_nope], q[..., heads.head_dim_nope :]
         absorbed = (torch.einsum("thd,hcd->thc", nope, w_uk), rope)
-        out, lse, largest = self._part(self._prefix, absorbed, prefix.cache, None, given, params, want_max=want_max)
+        out, lse, largest = self._over_cache(absorbed, prefix.cache, given, params, want_max=want_max)
         return torch.einsum("thc,hcd->thd", out, w_uv).float(), lse, largest
 
-    def _part(
-        self,
-        ops: Ops,
-        q: Query,
-        k: Cache,
-        v: Cache | None,
-        given: Extras,
-        params: Mapping[str, torch.Tensor],
-        *,
-        want_max: bool,
+    def _over_cache(
+        self, q: Query, cache: Cache, given: Extras, params: Mapping[str, torch.Tensor], *, want_max: bool
     ) -> Rows:
-        """Attention to the keys of one part, without sink and gate."""
-        query, keys, values, given = unpack(ops.signature("prefill"), ops.declared, q, k, v, given)
-        return ops.run_forward("prefill", query, keys, values, given, params, want_max=want_max, partial=True)
+        """Attention to the cache as it lies, without sink and gate."""
+        unpacked = unpack(self._prefix.signature("prefill"), self._prefix.declared, q, cache, None, given)
+        return _attend(self._prefix, *unpacked, params, want_max=want_max)
 
-    def _finished(self, out: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if self.variant.gate is not None:
-            out = out * torch.sigmoid(params[self.variant.gate].float())
+    def _finished(self, out: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        if gate is not None:
+            out = out * torch.sigmoid(gate.float())
         return out.to(torch_dtype(self.variant.out_dtype))
+
+
+def _attend(
+    ops: Ops,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: Extras,
+    params: Mapping[str, torch.Tensor],
+    *,
+    want_max: bool,
+) -> Rows:
+    """Attention to the keys of one part, without sink and gate."""
+    return ops.run_forward("prefill", q, k, v, given, params, want_max=want_max, partial=True)
 
 
 def _pages(given: Extras, batch: int, device: torch.device) -> Extras:

@@ -137,18 +137,15 @@ class Ops(Methods):
                 return type(self)(spec, self._resolver.beside(spec), self._scope)
 
             self._prefix_prefill = PrefixPrefill(self.spec, variant, part)
-        calls.check_options(
-            self.declared,
-            self.signature("prefill"),
-            tracked=is_tracked(q, k, v, *params.values()),
-            out=out,
-            partial=partial,
-        )
+        inputs = (q, k, v, prefix.cache, prefix.w_uk, prefix.w_uv, params)
+        tracked = is_tracked(*inputs)
+        calls.check_options(self.declared, self.signature("prefill"), tracked=tracked, out=out, partial=partial)
         result, lse, largest = self._prefix_prefill(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
         if out is not None:
             calls.check_out(self.signature("prefill"), result, out)
             result = out.copy_(result)
-        return result, lse, largest
+        found = result, lse, largest
+        return calls.undifferentiable(found, _no_backward(), *inputs) if tracked else found
 
     def _over_listed(
         self,
@@ -168,35 +165,33 @@ class Ops(Methods):
         if self._gathering is None:
             spec = gathering_spec(self.spec, variant)
             self._gathering = type(self)(spec, self._resolver.beside(spec), self._scope)
-        calls.check_options(
-            self.declared,
-            signature,
-            tracked=is_tracked(q, cache, v, *params.values()),
-            out=out,
-            partial=partial,
-        )
+        inputs = (q, cache, v, params)
+        tracked = name == "prefill" and is_tracked(*inputs)
+        calls.check_options(self.declared, signature, tracked=tracked, out=out, partial=partial)
         q, one_token = of_one_token(q) if name == "decode" else (q, False)
         if one_token:
             key_indices = key_indices.unsqueeze(1)
-        found = attend_listed(
-            self._gathering,
-            variant.mask,
-            signature if name == "decode" else replace(signature, q_layout="ragged"),
-            self.declared,
-            q,
-            cache,
-            v,
-            key_indices,
-            extras,
-            params,
-            want_max=want_max,
-            partial=partial,
-        )
+        with torch.no_grad():
+            found = attend_listed(
+                self._gathering,
+                variant.mask,
+                signature if name == "decode" else replace(signature, q_layout="ragged"),
+                self.declared,
+                q,
+                cache,
+                v,
+                key_indices,
+                extras,
+                params,
+                want_max=want_max,
+                partial=partial,
+            )
         result, lse, largest = (x.squeeze(1) if one_token and x.dim() > 1 else x for x in found)
         if out is not None:
             calls.check_out(signature, result, out)
             result = out.copy_(result)
-        return result, lse, largest
+        found = result, lse, largest
+        return calls.undifferentiable(found, _no_backward(), *inputs) if tracked else found
 
     def __reduce__(self) -> tuple[object, ...]:
         """Modules that hold ops can be copied, saved, and sent to other processes, which find the kernels in the cache."""
@@ -204,6 +199,15 @@ class Ops(Methods):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.name or 'unnamed'}, {self.spec.heads!r}, kv={self.spec.kv.kind})"
+
+
+def _no_backward() -> UnsupportedError:
+    return UnsupportedError(
+        "backward does not read a paged cache",
+        where="kv_cache, key_indices",
+        why="gradients of k and v would need pages of their own",
+        fix="call prefill under torch.no_grad(), or train with kv=ag.Contiguous() or ag.Ragged()",
+    )
 
 
 def declaration(spec: AttentionSpec) -> Declaration:

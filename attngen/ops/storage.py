@@ -163,7 +163,7 @@ class _Form:
                 why="the cache holds keys and values",
                 fix="pass (k_cache, v_cache)",
             )
-        blocks = self.variant.k_storage.block > 0
+        blocks = self.variant.k_storage.block > 0 and isinstance(cache, (tuple, list))
         stacked = isinstance(cache, torch.Tensor) or (blocks and all(isinstance(x, torch.Tensor) for x in cache))
         k, v = self.unstacked(cache) if stacked else members("kv_cache", cache, "(k_cache, v_cache)")
         return self.keys_and_values(("k_cache", k), ("v_cache", v), given)
@@ -199,8 +199,17 @@ class _Form:
             names = ", ".join((*names.split(", ")[:at], "2", *names.split(", ")[at:]))
             self.data("kv_cache", cache, variant.k_storage, variant.head_dim_qk, sizes, names)
             return cache.select(at, 0), cache.select(at, 1)
-        parts = [x.select(at, index) for index in (0, 1) for x in cache]
-        return (parts[0], parts[1]), (parts[2], parts[3])
+        parts = members("kv_cache", cache, "(data, block scales)")
+        for index, x in enumerate(parts):
+            if x.dim() <= at or x.shape[at] != 2:
+                raise ArgumentError(
+                    f"kv_cache[{index}] has shape {list(x.shape)}",
+                    where=f"kv_cache[{index}]",
+                    why=f"two tensors are data and block scales, each with keys and values stacked along dim {at}",
+                    fix="pass them with size 2 there, or ((k_cache, k_blocks), (v_cache, v_blocks))",
+                )
+        keys, values = (tuple(x.select(at, index) for x in parts) for index in (0, 1))
+        return keys, values
 
     def latents(self, cache: Cache, v: Cache | None, given: Extras) -> dict[str, torch.Tensor | None]:
         """ckv and kpe, separate or cut out of one joined tensor; all with a head dim of one."""
@@ -214,7 +223,8 @@ class _Form:
                     fix="leave it out",
                 )
         pe, wide = variant.head_dim_pe, variant.head_dim_main
-        joined = isinstance(cache, torch.Tensor) or (storage.block > 0 and isinstance(cache[0], torch.Tensor))
+        blocks_beside = storage.block > 0 and isinstance(cache, (tuple, list))
+        joined = isinstance(cache, torch.Tensor) or (blocks_beside and any(isinstance(x, torch.Tensor) for x in cache))
         if joined:
             data, blocks = self.member("kv_cache", cache, storage, variant.head_dim_qk)
             per_block = storage.block // (2 if storage.zero_point else 1) if storage.block else 1
@@ -313,7 +323,7 @@ class _Form:
         if storage.scale == "tensor":
             if given is None:
                 return _one_beside(self.q)
-            if isinstance(given, (int, float)):
+            if isinstance(given, (int, float)) and not isinstance(given, bool):
                 return torch.full((1,), float(given), device=device)
             scalar = given.reshape(1) if isinstance(given, torch.Tensor) and given.numel() == 1 else given
             return check_tensor(name, scalar, dtype="fp32", shape=(1,), axes="a scalar", device=device)

@@ -153,3 +153,81 @@ def test_what_a_prefix_gives_no_meaning_is_refused() -> None:
     ):
         with pytest.raises(ag.ArgumentError, match=what):
             prefill(q, k, k, kv_lens=i32(5), **given, **extra)
+
+
+class _Case:
+    """A call of two new tokens behind five in a cache, of a spec with these fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        torch.manual_seed(0)
+        kv = ag.Paged(page_size=16)
+        self.spec = ag.AttentionSpec(**{"heads": HEADS, "mask": ag.Causal(), "dtype": "fp32", "kv": kv, **fields})
+        self.ops = ag.compile(self.spec, backend="reference")
+        self.q, self.k, self.v = (torch.randn(2, n, 64) for n in (4, 2, 2))
+        self.given: dict[str, Any] = {
+            "kv_cache": tuple(torch.randn(3, 16, 2, 64) for _ in range(2)),
+            "qo_indptr": i32(0, 2),
+            "kv_indptr": i32(0, 2),
+            "page_table": i32(1).view(1, 1),
+            "kv_lens": i32(5),
+        }
+
+    def __call__(self, **change: Any) -> Any:
+        q, k, v = (change.pop(name, getattr(self, name)) for name in "qkv")
+        return self.ops.prefill(q, k, v, **(self.given | change))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "kv_cache"])
+def test_backward_says_that_it_reads_no_prefix(name: str) -> None:
+    """As for a paged cache alone: the call works, and to ask for gradients is refused."""
+    case = _Case()
+    given = case.given["kv_cache"][1] if name == "kv_cache" else getattr(case, name)
+    given.requires_grad_()
+    out, lse = case(return_lse=True)
+    with torch.no_grad():
+        exact = case()
+    assert torch.equal(out, exact)
+    assert not exact.requires_grad
+    assert out.requires_grad
+    assert lse.requires_grad
+    for result in (out, lse):
+        with pytest.raises(ag.UnsupportedError, match="backward does not read a paged cache"):
+            result.sum().backward(retain_graph=True)
+
+
+def test_backward_says_that_it_reads_no_latents() -> None:
+    heads = ag.MLA(num_qo_heads=4, head_dim_ckv=64, head_dim_kpe=32, head_dim_nope=32, head_dim_vo=32, absorbed=False)
+    case = _Case(heads=heads)
+    case.q, case.k, case.v = (torch.randn(2, 4, n) for n in (64, 64, 32))
+    weights = {name: torch.randn(4, 64, 32).requires_grad_() for name in ("w_uk", "w_uv")}
+    out = case(kv_cache=(torch.randn(3, 16, 64), torch.randn(3, 16, 32)), **weights)
+    with pytest.raises(ag.UnsupportedError, match="backward does not read a paged cache"):
+        out.sum().backward()
+
+
+def test_a_gate_is_checked() -> None:
+    case = _Case(output_gate="gate")
+    gate = torch.randn(2, 4, 64)
+    case(params={"gate": gate})
+    for params, what in (
+        ({}, "is missing"),
+        ({"gate": torch.randn(1, 4, 1)}, r"has shape \[1, 4, 1\]"),
+        ({"gate": gate.half()}, "has dtype torch.float16"),
+        ({"gate": gate[..., :32].repeat_interleave(2, -1)[..., ::2]}, "has shape"),
+    ):
+        with pytest.raises(ag.ArgumentError, match=what) as error:
+            case(params=params)
+        assert error.value.where == "params['gate']"
+
+
+def test_new_tokens_are_checked() -> None:
+    case = _Case()
+    for change, what in (
+        ({"kv_indptr": i32(0, 1, 2)}, "kv_indptr describes 2 requests"),
+        ({"q": torch.tensor(1.0)}, r"q has shape \[\]"),
+        ({"k": torch.tensor(1.0)}, r"k has shape \[\]"),
+        ({"v": case.v[:1]}, "v has shape"),
+        ({"q": case.q.half()}, "q has dtype"),
+    ):
+        with pytest.raises(ag.ArgumentError, match=what):
+            case(**change)

@@ -156,3 +156,15 @@ def test_what_lists_give_no_meaning_is_refused() -> None:
     prefill = ag.compile(spec, backend="reference").prefill
     with pytest.raises(ag.ArgumentError, match="kv_cache has no meaning beside key_indices"):
         prefill(q, cache, key_indices=index, kv_cache=cache, qo_indptr=i32([0, 1, 2]), **pages)
+
+
+def test_backward_says_that_it_reads_no_pages() -> None:
+    spec = ag.AttentionSpec(heads=GQA, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(page_size=PAGE))
+    q, cache = torch.randn(2, 4, 64, requires_grad=True), tuple(torch.randn(3, PAGE, 2, 64) for _ in range(2))
+    ops, listed = ag.compile(spec, backend="reference"), i32([[0, 1], [1, -1]])
+    pages = {"page_table": i32([[2]]), "kv_lens": i32([3])}
+    out = ops.prefill(q, cache, qo_indptr=i32([0, 2]), key_indices=listed, **pages)
+    with pytest.raises(ag.UnsupportedError, match="backward does not read a paged cache"):
+        out.sum().backward()
+    pages = {name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in pages.items()}
+    assert not ops.decode(q, cache, key_indices=listed, **pages).requires_grad, "decode records none"

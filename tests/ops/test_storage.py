@@ -183,3 +183,39 @@ def _paged(x: torch.Tensor, size: int, layout: str) -> torch.Tensor:
     pages = x.reshape(2 * 96 // size, size, *x.shape[2:])
     pages = pages.view(torch.uint8).flip(0).view(x.dtype) if x.element_size() == 1 else pages.flip(0)
     return pages.transpose(1, 2).contiguous() if layout == "HND" else pages
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latents"])
+def test_caches_of_blocks_of_another_form_are_explained(latent: bool) -> None:
+    heads = ag.MLA(num_qo_heads=2, head_dim_ckv=64, head_dim_kpe=32) if latent else ag.MHA(2, 64)
+    spec = ag.AttentionSpec(heads=heads, dtype="fp32", kv=ag.Paged(page_size=4, dtype="int4"))
+    q, ops = torch.randn(1, 2, 96 if latent else 64), ag.compile(spec, backend="reference")
+    pages = {"page_table": torch.zeros(1, 1, dtype=torch.int32), "kv_lens": torch.ones(1, dtype=torch.int32)}
+    data, blocks = torch.zeros(3, 3, 4, 2, 32, dtype=torch.uint8), torch.ones(3, 3, 4, 2, 2, dtype=torch.float16)
+    bad: list[tuple[Any, str]] = [
+        (None, "kv_cache is missing"),
+        ((), "kv_cache has 0 members"),
+        (3, "kv_cache is a int"),
+        ((data[:, :2],), "kv_cache has 1 members"),
+    ]
+    if not latent:
+        ops.decode(q, (data[:, :2], blocks[:, :2]), **pages)
+        bad += [
+            ((data[:, :2], blocks[:, :2], data), "kv_cache has 3 members"),
+            ((data[:, :1], blocks[:, :1]), r"kv_cache\[0\] has shape \[3, 1, 4, 2, 32\]"),
+            ((data, blocks), r"kv_cache\[0\] has shape \[3, 3, 4, 2, 32\]"),
+            ((data[:, :2], blocks), r"kv_cache\[1\] has shape \[3, 3, 4, 2, 2\]"),
+            ((data[0, 0, 0, 0, 0], blocks), r"kv_cache\[0\] has shape \[\]"),
+        ]
+    for cache, what in bad:
+        with pytest.raises(ag.ArgumentError, match=what) as error:
+            ops.decode(q, cache, **pages)
+        assert error.value.why
+        assert error.value.fix
+
+
+def test_a_factor_is_no_truth_value() -> None:
+    spec = ag.AttentionSpec(heads=ag.MHA(2, 64), dtype="fp32", kv=ag.Contiguous(dtype="fp8_e4m3"))
+    q, stored = torch.randn(1, 2, 64), torch.zeros(1, 4, 2, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ag.ArgumentError, match="k_scale is a bool"):
+        ag.compile(spec, backend="reference").decode(q, stored, stored, k_scale=True)
