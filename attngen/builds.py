@@ -18,13 +18,14 @@ from attngen.compiler import compile as compile_spec
 from attngen.compiler import plan_op
 from attngen.errors import AttngenError, UnsupportedError
 from attngen.ops.op import BuiltKernel
+from attngen.ops.parts import parts
 from attngen.settings import Settings
+from attngen.signature import CallName
 from attngen.spec import AttentionSpec
 from attngen.store import Store, Tuning, Tunings
 from attngen.store.artifact import read
 from attngen.target import Target
 from attngen.terminal import progress_bar
-from attngen.variant import OpName
 from attngen.workers import Say, run_jobs
 
 
@@ -42,7 +43,7 @@ class Job:
     name: str
     spec: AttentionSpec
     target: Target
-    op: OpName
+    op: CallName
     backend: str = ""
     required: bool = False
 
@@ -165,7 +166,7 @@ def _outcome(job: Job, say: Say) -> _Outcome:
 
     try:
         ops = compile_spec(job.spec, target=job.target, ops=(job.op,), backend=job.backend or None, progress=progress)
-        return [_report(job, kernel, built) for kernel in ops.op(job.op).kernels]
+        return [_report(job, kernel, built) for op in ops.ops_of(job.op) for kernel in op.kernels]
     except AttngenError as error:
         return error
 
@@ -176,8 +177,9 @@ def _tunings_of(jobs: Sequence[Job]) -> list[Tuning]:
     for job in jobs if tunings.any() else ():
         for name in (job.backend,) if job.backend else serving(job.target):
             with suppress(UnsupportedError):
-                plan = plan_op(job.spec, job.op, job.target, name)
-                found.append(tunings.find(tuning_key(plan)) if plan.kernels else None)
+                for spec, op in parts(job.spec, job.op):
+                    plan = plan_op(spec, op, job.target, name)
+                    found.append(tunings.find(tuning_key(plan)) if plan.kernels else None)
     return [record for record in found if record is not None]
 
 

@@ -25,6 +25,7 @@ from attngen.errors import ArgumentError, AttngenError, BuildError, UnsupportedE
 from attngen.explain import Request, Section, Stage, declared, explain, others
 from attngen.export_command import export_specs
 from attngen.picture import TileMap, save_png, telling_length, terminal_picture
+from attngen.signature import CALLS
 from attngen.spec import AttentionSpec, load_spec, shipped_specs
 from attngen.target import CPU_ARCHS, CUDA_ARCHS, HIP_ARCHS, Target
 from attngen.terminal import console_for, count, err, out, print_error, size_text, table_of
@@ -125,6 +126,9 @@ def list_specs() -> None:
     console.print(table)
 
 
+_OPS_HELP = "Every op that a spec has, by default; also prefix (prefill with kv_cache=), listed (key_indices=)."
+
+
 @app.command("compile")
 def compile_specs(
     specs: Annotated[
@@ -134,7 +138,7 @@ def compile_specs(
     target: Annotated[
         list[str] | None, typer.Option("--target", metavar="TARGET,...", help="This machine by default.")
     ] = None,
-    ops: Annotated[str, typer.Option("--ops", metavar="OP,...", help="Every op that a spec has, by default.")] = "",
+    ops: Annotated[str, typer.Option("--ops", metavar="OP,...", help=_OPS_HELP)] = "",
     backend: BackendOption = "",
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, metavar="N", help="Ops to build side by side.")] = None,
     into: Annotated[
@@ -144,7 +148,7 @@ def compile_specs(
 ) -> None:
     """Build kernels ahead of time. Needs no GPU."""
     named = tuple(text for part in target or () for text in part.split(",") if text)
-    given = tuple(_op(text.strip()) for text in ops.split(",") if text.strip())
+    given = tuple(_one_of("op", text.strip(), CALLS) for text in ops.split(",") if text.strip())
     todo = {
         Job(one.name, one.spec, place, op, backend or one.backend, required=bool(given or one.ops)): None
         for one in wanted(specs)

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ from attngen.ir.text import to_text
 from attngen.ops import Op, Ops
 from attngen.schedule import KernelPlan, OpPlan, retile
 from attngen.settings import Settings
-from attngen.signature import Signature
+from attngen.signature import CALLS, CallName, Signature
 from attngen.spec import AttentionSpec
 from attngen.store import Artifact, Store
 from attngen.target import Target
@@ -47,7 +47,7 @@ def compile(  # noqa: A001 - the name of the public contract
     spec: AttentionSpec,
     *,
     target: str | Target | None = None,
-    ops: Iterable[OpName] | None = None,
+    ops: Iterable[CallName] | None = None,
     backend: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Ops:
@@ -58,6 +58,7 @@ def compile(  # noqa: A001 - the name of the public contract
         target: ``cpu``, ``cuda:sm90a``, ``hip:gfx942``, ``interpret``, ...: build ahead of time for it, no such device needed.
             When omitted, each call compiles for the device of its tensors on first need.
         ops: what to build now; with a target, every op the spec has by default; without one, nothing before the first call.
+            ``prefix`` is what prefill with ``kv_cache=`` takes, ``listed`` what calls with ``key_indices=`` take.
         backend: ``reference``, ``cpp``, ``triton`` or ``cuda``; by default ``ATTNGEN_BACKEND``, else the fastest for the target.
         progress: called with a line before each build.
 
@@ -79,28 +80,38 @@ def compile(  # noqa: A001 - the name of the public contract
     resolver = _Resolver(spec, declared, name, progress)
     wanted = tuple(ops) if ops is not None else None
     for op in wanted or ():
-        _check_name(op)
+        _check_name(op, CALLS)
     if wanted is not None or declared is not None:
-        resolver.build_now(wanted)
-    return Ops(spec, resolver, f"{declared}|{name}")
+        resolver.build_now(None if wanted is None else tuple(op for op in OPS if op in wanted))
+    made = Ops(spec, resolver, f"{declared}|{name}")
+    for call in wanted or ():
+        if call not in OPS:
+            made.ops_of(call)
+    return made
 
 
-def _check_name(op: str) -> None:
-    if op not in OPS:
-        raise UnsupportedError(f"no op {op!r}", where="ops", why="it does not exist", fix=f"use {', '.join(OPS)}")
+def _check_name(op: str, names: Sequence[str] = OPS) -> None:
+    if op not in names:
+        raise UnsupportedError(f"no op {op!r}", where="ops", why="it does not exist", fix=f"use {', '.join(names)}")
 
 
-def build_op(spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None) -> Op:
-    """Render, build or find, and bind the kernels of one op; others take the place of those that come out slow."""
-    op, rejected = build_kernels(spec, plan, progress)
+def build_op(
+    spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None, call: CallName | None = None
+) -> Op:
+    """Render, build or find, and bind the kernels of one op; others take the place of those that come out slow.
+
+    Args:
+        call: what the op is a part of.
+    """
+    op, rejected = build_kernels(spec, plan, progress, call)
     for kernel in plan.kernels:
         if kernel.role in rejected:
-            return build_op(spec, retile(plan, kernel), progress)
+            return build_op(spec, retile(plan, kernel), progress, call)
     return op
 
 
 def build_kernels(
-    spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None
+    spec: AttentionSpec, plan: OpPlan, progress: Callable[[str], None] | None = None, call: CallName | None = None
 ) -> tuple[Op, dict[str, str]]:
     """The op of exactly this plan, its kernels built side by side, and by role why those that come out slow do."""
     if not plan.kernels:
@@ -118,7 +129,12 @@ def build_kernels(
     def build(kernel: KernelPlan) -> Artifact:
         if progress is not None:
             progress(f"{kernel.entry} for {kernel.target}")
-        about = {"spec": spec.name or "", "op": plan.op, "backend": kernel.backend, "explain": _explain(spec, plan)}
+        about = {
+            "spec": spec.name or "",
+            "op": call or plan.op,
+            "backend": kernel.backend,
+            "explain": _explain(spec, plan),
+        }
         artifact = store.get_or_build(render_kernel(kernel), toolchain_of(kernel.backend), about)
         if artifact.rejected:
             shape = f"{kernel.tiles.q} x {kernel.tiles.kv}"
@@ -171,15 +187,20 @@ class _Resolver:
     """Ops of one spec by op and target: each compiled once a process, whichever thread asks first."""
 
     def __init__(
-        self, spec: AttentionSpec, target: Target | None, backend: str | None, progress: Callable[[str], None] | None
+        self,
+        spec: AttentionSpec,
+        target: Target | None,
+        backend: str | None,
+        progress: Callable[[str], None] | None,
+        call: CallName | None = None,
     ) -> None:
-        self.spec, self.target, self.backend, self.progress = spec, target, backend, progress
+        self.spec, self.target, self.backend, self.progress, self.call = spec, target, backend, progress, call
         self.variants = {op: _meaning(spec, op) for op in OPS}
         self._ops: dict[_Key, Future[Op]] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Resolver, (self.spec, self.target, self.backend, None)
+        return _Resolver, (self.spec, self.target, self.backend, None, self.call)
 
     def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
         _check_name(op)
@@ -197,7 +218,9 @@ class _Resolver:
                 if deterministic and _is_usual(chosen.plan if isinstance(chosen, Op) else chosen):
                     future.set_result(self(op, device))
                 else:
-                    future.set_result(chosen if isinstance(chosen, Op) else build_op(self.spec, chosen, self.progress))
+                    future.set_result(
+                        chosen if isinstance(chosen, Op) else build_op(self.spec, chosen, self.progress, self.call)
+                    )
             except BaseException as error:
                 with self._lock:
                     del self._ops[key]
@@ -215,9 +238,9 @@ class _Resolver:
         """What an op takes and gives."""
         return self.variant(op).signature
 
-    def beside(self, spec: AttentionSpec) -> _Resolver:
-        """The same for another spec."""
-        return _Resolver(spec, self.target, self.backend, self.progress)
+    def beside(self, spec: AttentionSpec, call: CallName) -> _Resolver:
+        """The same for another spec, whose ops are parts of a call."""
+        return _Resolver(spec, self.target, self.backend, self.progress, call)
 
     def compiled(self) -> dict[OpName, Op]:
         """The ops compiled so far, in the order of :data:`OPS`."""

@@ -24,9 +24,9 @@ from pydantic import Field
 
 from attngen.errors import SpecError
 from attngen.model import SpecModel
+from attngen.signature import CallName
 from attngen.spec import AttentionSpec, load_spec
 from attngen.spec.loading import read_toml
-from attngen.variant import OpName
 
 MANIFEST = "attngen.toml"
 
@@ -41,7 +41,7 @@ class Group(SpecModel):
 
     specs: tuple[str, ...] = Field(min_length=1)
     targets: tuple[str, ...] = ()
-    ops: tuple[OpName, ...] = ()
+    ops: tuple[CallName, ...] = ()
     backend: str | None = None
 
 
@@ -50,13 +50,13 @@ class Manifest(SpecModel):
 
     Attributes:
         targets: this machine's by default.
-        ops: every op that a spec has, by default.
+        ops: every op that a spec has, by default; also ``prefix`` and ``listed``, as for :func:`attngen.compile`.
         backend: the fastest by default.
         compile: what to compile.
     """
 
     targets: tuple[str, ...] = ()
-    ops: tuple[OpName, ...] = ()
+    ops: tuple[CallName, ...] = ()
     backend: str | None = None
     compile: tuple[Group, ...] = Field(min_length=1)
 
@@ -68,7 +68,7 @@ class Wanted:
     name: str
     spec: AttentionSpec
     targets: tuple[str, ...] = ()
-    ops: tuple[OpName, ...] = ()
+    ops: tuple[CallName, ...] = ()
     backend: str = ""
 
 

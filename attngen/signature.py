@@ -14,6 +14,9 @@ from attngen.ir.params import Param
 
 OpName = Literal["prefill", "decode", "backward", "append"]
 OPS: tuple[OpName, ...] = ("prefill", "decode", "backward", "append")
+# What can be built: ops, and calls that take ops of further specs: prefill with kv_cache=, and prefill or decode with key_indices=.
+CallName = Literal["prefill", "decode", "backward", "append", "prefix", "listed"]
+CALLS: tuple[CallName, ...] = (*OPS, "prefix", "listed")
 Layout = Literal["padded", "ragged", "paged"]
 
 

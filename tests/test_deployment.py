@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -172,6 +173,56 @@ def test_into_comes_before_what_caches_hold(tmp_path: Path, monkeypatch: pytest.
     assert "1 kernel: 1 built, 0 cached" in succeed("compile", *options, "--into", tmp_path / "into")
     assert "1 kernel: 0 built, 1 cached" in succeed("compile", *options, "--into", tmp_path / "into")
     assert os.environ["ATTNGEN_CACHE_DIR"] == str(tmp_path / "cache")
+
+
+def called(call: str) -> list[float]:
+    """A call over a cache of further ops, on the CPU, after its warmup."""
+    gen = torch.Generator().manual_seed(7)
+    cache = tuple(torch.randint(-128, 128, (5, 16, 2, 64), generator=gen, dtype=torch.int8) for _ in range(2))
+    q, k, v = (torch.randn(2, n, 64, generator=gen).bfloat16() for n in (4, 2, 2))
+    pages = {"page_table": torch.tensor([[4, 1]], dtype=torch.int32), "kv_lens": torch.tensor([20], dtype=torch.int32)}
+    indptr, scale = torch.tensor([0, 2], dtype=torch.int32), torch.full((2,), 0.01)
+    given = {**pages, "qo_indptr": indptr, "k_scale": scale, "v_scale": scale}
+    ops = ag.compile(SPEC)
+    ops.warmup(call)  # type: ignore[arg-type]
+    if call == "prefix":
+        found = ops.prefill(q, k, v, kv_cache=cache, kv_indptr=indptr, **given)
+    else:
+        listed = torch.tensor([[3, 17], [19, -1]], dtype=torch.int32)
+        found = ops.prefill(q, cache, key_indices=listed, **given)
+    assert isinstance(found, torch.Tensor)
+    return found.flatten().tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("call", ["prefix", "listed"])
+def test_calls_that_take_further_ops_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    file, into = spec_file(tmp_path, SPEC), tmp_path / "into"
+    succeed("compile", file, "--target", "cpu", "--ops", "prefill,decode", "--into", into)
+    monkeypatch.setenv("ATTNGEN_CACHE_PATH", str(into))
+    monkeypatch.setenv("ATTNGEN_REQUIRE_CACHED", "1")
+    with pytest.raises(ag.CacheMissError) as error:
+        called(call)
+    command = f"attngen compile mixed --target {CPU} --ops {call} --into {shlex.quote(str(into))}"
+    assert command in error.value.fix
+    monkeypatch.delenv("ATTNGEN_REQUIRE_CACHED")
+    succeed("compile", file, "--target", "cpu", "--ops", call, "--into", into)
+    monkeypatch.setenv("ATTNGEN_REQUIRE_CACHED", "1")
+    exact = called(call)
+    ag.compile(SPEC, target="cpu", ops=(call,))  # type: ignore[arg-type]
+    for name in ("ATTNGEN_REQUIRE_CACHED", "ATTNGEN_CACHE_PATH"):
+        monkeypatch.delenv(name)
+    assert called(call) == exact
+
+
+def test_calls_that_a_spec_has_not_are_refused() -> None:
+    spec = SPEC.model_copy(update={"kv": ag.Contiguous()})
+    for call, why in (("prefix", "kv_cache has no meaning here"), ("listed", "key_indices need a paged cache")):
+        with pytest.raises(ag.UnsupportedError, match=why):
+            ag.compile(spec, target="cpu", ops=(call,))  # type: ignore[arg-type]
+        with pytest.raises(ag.UnsupportedError, match=why):
+            ag.compile(spec).warmup(call)  # type: ignore[arg-type]
+        with pytest.raises(ag.UnsupportedError, match="no op"):
+            ag.compile(spec).op(call)  # type: ignore[arg-type]
 
 
 MANIFEST = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from attngen.ops import append, calls, torch_library
 from attngen.ops.calls import Gradients, Params, Prefix, Rows
 from attngen.ops.kernels import KernelOp
 from attngen.ops.storage import Cache, Extras, Query, unpack
-from attngen.signature import OPS, Declaration, OpName, Signature
+from attngen.signature import OPS, CallName, Declaration, OpName, Signature
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 LOG2_E = 1.4426950408889634
@@ -53,13 +53,25 @@ class Dispatch:
         """The op for ``device`` (for the declared target when omitted); built or loaded if needed."""
         return self._resolve(name, device, deterministic=deterministic)
 
-    def warmup(self, *names: OpName, device: torch.device | str | None = None) -> None:
-        """Compile and load now: afterwards ``names`` (every op the spec has, by default) run under CUDA graph capture."""
+    def ops_of(self, name: CallName, device: torch.device | None = None) -> Sequence[KernelOp]:
+        """The ops that a call runs."""
+        if name == "prefix":
+            raise _elsewhere("kv_cache")
+        if name == "listed":
+            raise _elsewhere("key_indices")
+        return [self.op(name, device)]
+
+    def warmup(self, *names: CallName, device: torch.device | str | None = None) -> None:
+        """Compile and load now: afterwards ``names`` (every op the spec has, by default) run under CUDA graph capture.
+
+        ``prefix`` are prefills with ``kv_cache=``, ``listed`` calls with ``key_indices=``: those take ops of their own.
+        """
         place = None if device is None else torch.empty(0, device=device).device
         refused: list[UnsupportedError] = []
         for name in names or OPS:
             try:
-                self.op(name, place).warmup(place)
+                for op in self.ops_of(name, place):
+                    op.warmup(place)
             except UnsupportedError as error:
                 refused.append(error)
         if refused and (names or len(refused) == len(OPS)):
@@ -133,13 +145,7 @@ class Dispatch:
         """out, lse and largest logits; ``given`` are all parameters."""
         for label, asked in (("kv_cache", prefix), ("key_indices", key_indices)):
             if asked is not None:
-                raise UnsupportedError(
-                    f"{label} is not served here",
-                    where=label,
-                    why="it takes kernels of further specs, which attngen compiles when they are needed",
-                    fix="use ag.compile of the spec"
-                    + ("" if label == "key_indices" else ", or prefill each part with partial=True, and merge_states"),
-                )
+                raise _elsewhere(label)
         variant = self.signature(name)
         q, one_token = of_one_token(q) if name == "decode" else (q, False)
         if one_token:
@@ -215,6 +221,17 @@ class Dispatch:
                 fix="pass {name: tensor}",
             )
         return {**self._defaults, **(params or {})}
+
+
+def _elsewhere(label: str) -> UnsupportedError:
+    """Why calls with this argument are not served by ops of one spec alone."""
+    return UnsupportedError(
+        f"{label} is not served here",
+        where=label,
+        why="it takes kernels of further specs, which attngen compiles when they are needed",
+        fix="use ag.compile of the spec"
+        + ("" if label == "key_indices" else ", or prefill each part with partial=True, and merge_states"),
+    )
 
 
 def _signature(resolve: Resolver, op: OpName) -> Signature | UnsupportedError:

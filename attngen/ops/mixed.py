@@ -11,7 +11,7 @@ products a key and head, and saves ``2 * head_dim_ckv - head_dim_nope - head_dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +31,27 @@ if TYPE_CHECKING:
     from attngen.ops.ops import Ops
 
 
-class PrefixPrefill:
-    """Prefill of one spec over a prefix; ``compile`` makes the ops of the two parts."""
+def prefix_specs(spec: AttentionSpec, variant: Variant) -> tuple[AttentionSpec, AttentionSpec]:
+    """The specs whose prefill attends to the prefix and to the new tokens.
 
-    def __init__(self, spec: AttentionSpec, variant: Variant, compile_part: Callable[[AttentionSpec], Ops]) -> None:
-        _check(spec, variant)
+    Raises:
+        UnsupportedError: the two cannot be merged.
+    """
+    _check(spec, variant)
+    part = spec.model_copy(update={"out_dtype": "fp32", "output_gate": None})
+    prefix = part
+    if isinstance(spec.heads, MLA):
+        heads = spec.heads.model_copy(update={"absorbed": True})
+        prefix = part.model_copy(update={"heads": heads, "out_dtype": spec.dtype})
+    return prefix, part.model_copy(update={"kv": Ragged.model_validate({"dtype": variant.compute_dtype})})
+
+
+class PrefixPrefill:
+    """Prefill of one spec over a prefix, by the ops of :func:`prefix_specs`."""
+
+    def __init__(self, spec: AttentionSpec, variant: Variant, prefix: Ops, fresh: Ops) -> None:
         self.spec, self.variant = spec, variant
-        part = spec.model_copy(update={"out_dtype": "fp32", "output_gate": None})
-        prefix = part
-        if isinstance(spec.heads, MLA):
-            heads = spec.heads.model_copy(update={"absorbed": True})
-            prefix = part.model_copy(update={"heads": heads, "out_dtype": spec.dtype})
-        self._prefix = compile_part(prefix)
-        self._fresh = compile_part(
-            part.model_copy(update={"kv": Ragged.model_validate({"dtype": variant.compute_dtype})})
-        )
+        self._prefix, self._fresh = prefix, fresh
 
     @torch.no_grad()
     def __call__(

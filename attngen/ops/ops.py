@@ -18,9 +18,10 @@ from attngen.ops.dispatch import is_tracked, of_one_token
 from attngen.ops.methods import Methods
 from attngen.ops.mixed import PrefixPrefill
 from attngen.ops.op import Op
-from attngen.ops.sparse import attend_listed, gathering_spec
+from attngen.ops.parts import parts
+from attngen.ops.sparse import attend_listed
 from attngen.ops.storage import Cache, Extras, Query
-from attngen.signature import Declaration, OpName, Signature
+from attngen.signature import CALLS, OPS, CallName, Declaration, OpName, Signature
 from attngen.spec import AttentionSpec, Paged
 from attngen.variant import Variant
 
@@ -41,8 +42,8 @@ class Resolver(Protocol):
     def __call__(self, op: OpName, device: torch.device | None, *, deterministic: bool = False) -> Op:
         """The op for a device, compiled on first need; for the declared target, or the current GPU or CPU, when omitted."""
 
-    def beside(self, spec: AttentionSpec) -> Resolver:
-        """The same for another spec, of the same target and backend."""
+    def beside(self, spec: AttentionSpec, call: CallName) -> Resolver:
+        """The same for another spec, of the same target and backend, whose ops are parts of a call."""
 
     def compiled(self) -> dict[OpName, Op]:
         """The ops compiled so far."""
@@ -60,12 +61,26 @@ class Ops(Methods):
         super().__init__(declaration(spec), resolve, captured(spec), handle)
         self.spec = spec
         self._resolver, self._scope = resolve, scope
-        self._prefix_prefill: PrefixPrefill | None = None
-        self._gathering: Ops | None = None
+        self._parts: dict[CallName, tuple[tuple[Ops, OpName], ...]] = {}
 
     def op(self, name: OpName, device: torch.device | None = None, *, deterministic: bool = False) -> Op:
         """The compiled op for ``device`` (for the declared target when omitted); built or loaded if needed."""
         return self._resolver(name, device, deterministic=deterministic)
+
+    def ops_of(self, name: CallName, device: torch.device | None = None) -> list[Op]:
+        """The compiled ops that a call runs: one, or those of its parts, for ``prefix`` and ``listed``."""
+        return [part.op(op, device) for part, op in self.parts(name)]
+
+    def parts(self, name: CallName) -> tuple[tuple[Ops, OpName], ...]:
+        """Whose ops a call runs; made once."""
+        if name not in CALLS[len(OPS) :]:
+            return ((self, name),)  # type: ignore[return-value]
+        if name not in self._parts:
+            self._parts[name] = tuple(
+                (type(self)(spec, self._resolver.beside(spec, name), self._scope), op)
+                for spec, op in parts(self.spec, name)
+            )
+        return self._parts[name]
 
     def variant(self, name: OpName) -> Variant:
         """What an op computes."""
@@ -131,16 +146,12 @@ class Ops(Methods):
         want_max: bool,
     ) -> Rows:
         variant = self.variant("prefill")
-        if self._prefix_prefill is None:
-
-            def part(spec: AttentionSpec) -> Ops:
-                return type(self)(spec, self._resolver.beside(spec), self._scope)
-
-            self._prefix_prefill = PrefixPrefill(self.spec, variant, part)
+        (prefix_ops, _), (fresh_ops, _) = self.parts("prefix")
+        mixed = PrefixPrefill(self.spec, variant, prefix_ops, fresh_ops)
         inputs = (q, k, v, prefix.cache, prefix.w_uk, prefix.w_uv, params)
         tracked = is_tracked(*inputs)
         calls.check_options(self.declared, self.signature("prefill"), tracked=tracked, out=out, partial=partial)
-        result, lse, largest = self._prefix_prefill(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
+        result, lse, largest = mixed(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
         if out is not None:
             calls.check_out(self.signature("prefill"), result, out)
             result = out.copy_(result)
@@ -162,9 +173,7 @@ class Ops(Methods):
         want_max: bool,
     ) -> Rows:
         variant, signature = self.variant("decode"), self.signature("decode")
-        if self._gathering is None:
-            spec = gathering_spec(self.spec, variant)
-            self._gathering = type(self)(spec, self._resolver.beside(spec), self._scope)
+        ((gathering, _),) = self.parts("listed")
         inputs = (q, cache, v, params)
         tracked = name == "prefill" and is_tracked(*inputs)
         calls.check_options(self.declared, signature, tracked=tracked, out=out, partial=partial)
@@ -173,7 +182,7 @@ class Ops(Methods):
             key_indices = key_indices.unsqueeze(1)
         with torch.no_grad():
             found = attend_listed(
-                self._gathering,
+                gathering,
                 variant.mask,
                 signature if name == "decode" else replace(signature, q_layout="ragged"),
                 self.declared,
