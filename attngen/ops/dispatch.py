@@ -155,13 +155,9 @@ class Dispatch:
         query, keys, values, extras = unpack(variant, self.declared, q, k, v, extras)
         tracked = name == "prefill" and is_tracked(query, keys, values, *given.values())
         calls.check_options(self.declared, variant, tracked=tracked, out=out, partial=partial)
-        if out is None and (torch.compiler.is_compiling() or tracked):
-            with torch.set_grad_enabled(name == "prefill" and torch.is_grad_enabled()):
-                found = torch_library.attention(
-                    self._handle, name, query, keys, values, extras, given, want_max=want_max, partial=partial
-                )
-        else:
-            found = self.run_forward(name, query, keys, values, extras, given, out, want_max=want_max, partial=partial)
+        found = self.attend(
+            name, query, keys, values, extras, given, out, tracked=tracked, want_max=want_max, partial=partial
+        )
         result, lse, largest = (x.squeeze(1) if one_token and x.dim() > 1 else x for x in found)
         return result, lse, largest
 
@@ -171,6 +167,28 @@ class Dispatch:
         if isinstance(found, UnsupportedError):
             raise found
         return found
+
+    def attend(
+        self,
+        name: OpName,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        extras: Extras,
+        params: Params,
+        out: torch.Tensor | None = None,
+        *,
+        want_max: bool,
+        partial: bool,
+        tracked: bool = False,
+    ) -> Rows:
+        """:meth:`run_forward`; through torch's dispatcher where the call is traced, or ``tracked``: gradients are recorded."""
+        if out is None and (torch.compiler.is_compiling() or tracked):
+            with torch.set_grad_enabled(tracked):
+                return torch_library.attention(
+                    self._handle, name, q, k, v, extras, params, want_max=want_max, partial=partial
+                )
+        return self.run_forward(name, q, k, v, extras, params, out, want_max=want_max, partial=partial)
 
     def run_forward(
         self,

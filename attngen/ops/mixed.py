@@ -24,6 +24,7 @@ from attngen.ops.calls import Prefix, Rows
 from attngen.ops.checks import check_indptr, check_tensor, torch_dtype
 from attngen.ops.merge import merge_states
 from attngen.ops.storage import Cache, Extras, Query, unpack
+from attngen.signature import Signature
 from attngen.spec import MLA, AttentionSpec, Paged, Ragged
 from attngen.variant import Variant
 
@@ -49,11 +50,10 @@ def prefix_specs(spec: AttentionSpec, variant: Variant) -> tuple[AttentionSpec, 
 class PrefixPrefill:
     """Prefill of one spec over a prefix, by the ops of :func:`prefix_specs`."""
 
-    def __init__(self, spec: AttentionSpec, variant: Variant, prefix: Ops, fresh: Ops) -> None:
-        self.spec, self.variant = spec, variant
+    def __init__(self, spec: AttentionSpec, variant: Variant, signature: Signature, prefix: Ops, fresh: Ops) -> None:
+        self.spec, self.variant, self.signature = spec, variant, signature
         self._prefix, self._fresh = prefix, fresh
 
-    @torch.no_grad()
     def __call__(
         self,
         q: Query,
@@ -83,7 +83,7 @@ class PrefixPrefill:
         unpacked = unpack(
             self._fresh.signature("prefill"), self._fresh.declared, q, k, v, Extras(q_scale=given.q_scale)
         )
-        gate = check_gate(self.variant.signature, q, params)
+        gate = check_gate(self.signature, q, params)
         qo_indptr = check_indptr("qo_indptr", given.qo_indptr, q.shape[0], q.device, read=False)
         kv_indptr = check_indptr("kv_indptr", given.kv_indptr, k.shape[0], q.device, read=False)
         same_batch("kv_indptr", len(kv_indptr) - 1, len(qo_indptr) - 1)
@@ -164,7 +164,7 @@ def _attend(
     want_max: bool,
 ) -> Rows:
     """Attention to the keys of one part, without sink and gate."""
-    return ops.run_forward("prefill", q, k, v, given, params, want_max=want_max, partial=True)
+    return ops.attend("prefill", q, k, v, given, params, want_max=want_max, partial=True)
 
 
 def _pages(given: Extras, batch: int, device: torch.device) -> Extras:

@@ -147,11 +147,12 @@ class Ops(Methods):
     ) -> Rows:
         variant = self.variant("prefill")
         (prefix_ops, _), (fresh_ops, _) = self.parts("prefix")
-        mixed = PrefixPrefill(self.spec, variant, prefix_ops, fresh_ops)
+        mixed = PrefixPrefill(self.spec, variant, self.signature("prefill"), prefix_ops, fresh_ops)
         inputs = (q, k, v, prefix.cache, prefix.w_uk, prefix.w_uv, params)
         tracked = is_tracked(*inputs)
         calls.check_options(self.declared, self.signature("prefill"), tracked=tracked, out=out, partial=partial)
-        result, lse, largest = mixed(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
+        with torch.no_grad():
+            result, lse, largest = mixed(q, k, v, prefix, extras, params, partial=partial, want_max=want_max)
         if out is not None:
             calls.check_out(self.signature("prefill"), result, out)
             result = out.copy_(result)

@@ -231,3 +231,9 @@ def test_new_tokens_are_checked() -> None:
     ):
         with pytest.raises(ag.ArgumentError, match=what):
             case(**change)
+
+
+def test_a_prefix_traces() -> None:
+    case = _Case()
+    case.ops.warmup("prefix")
+    assert torch.equal(torch.compile(case, fullgraph=True, backend="eager")(), case())
