@@ -64,7 +64,8 @@ class Dispatch:
     def warmup(self, *names: CallName, device: torch.device | str | None = None) -> None:
         """Compile and load now: afterwards ``names`` (every op the spec has, by default) run under CUDA graph capture.
 
-        ``prefix`` are prefills with ``kv_cache=``, ``listed`` calls with ``key_indices=``: those take ops of their own.
+        ``prefix`` are prefills with ``kv_cache=``, ``listed`` calls with ``key_indices=``: those take ops of their own. To trace
+        the former whole (``fullgraph=True``), warm it up or call it first.
         """
         place = None if device is None else torch.empty(0, device=device).device
         refused: list[UnsupportedError] = []
