@@ -270,9 +270,9 @@ widened.
 `attngen.dtypes.quantize` and `dequantize` define every bit; `ops.append` writes what they say.
 
 Queries of fp8_e4m3 meet keys of fp8_e4m3 as they are. In decode, and in prefill by Triton's and C++ kernels, weights and values are
-multiplied in bf16. In prefill on Hopper weights are rounded to e4m3 too, as in FlashAttention-3, for the tensor cores then work twice
-as fast: on random numbers, 16,384 tokens of 16 heads of 128, that makes out differ by 2.2 % (causal) and 2.6 % (full) from exact
-attention to the same numbers; FlashAttention-3's differs by as much. `backend="triton"` keeps weights in bf16.
+multiplied in bf16. In prefill on Hopper weights are rounded to e4m3 too, as in FlashAttention-3, for the tensor cores then work
+twice as fast: on random numbers, 16,384 tokens of 16 heads of 128, that makes out differ by 2.2 % (causal) and 2.6 % (full) from
+exact attention to the same numbers; FlashAttention-3's differs by as much. `backend="triton"` keeps weights in bf16.
 """
 _METHOD = """
 Error: relative difference (Frobenius norm) of attention's output from that over fp32 keys and values, root mean square over the
