@@ -151,7 +151,7 @@ def append_slots(kv_layout: Layout, page_size: int, tokens: NewTokens) -> torch.
             start, stop = request * width, (request + 1) * width
         else:
             start, stop = tokens.page_indptr[request], tokens.page_indptr[request + 1]
-        inside = found & (start + index < stop)
+        inside = found & (start >= 0) & (start + index < stop.clamp(max=len(table)))
         page = table[torch.where(inside, start + index, 0)].long()
         slot = torch.where(inside, page * page_size + position % page_size, -1)
     return torch.where(found, slot, -1)

@@ -223,7 +223,8 @@ def _requests(variant: Signature, slots: Slots, places: Places, device: torch.de
             fix="pass one of the two forms, or slot_mapping",
         )
     pages = check_page_lists(places.kv_indptr, places.kv_indices, device, read=read)
-    return pages | {"batch": len(pages["page_indptr"]) - 1}
+    room = len(pages["page_table"]) * variant.page_size
+    return pages | {"batch": len(pages["page_indptr"]) - 1, "kv_len": room}
 
 
 def _check_places(variant: Signature, tokens: NewTokens) -> None:

@@ -165,7 +165,7 @@ class Ops(Methods):
         q: Query,
         cache: Cache,
         v: Cache | None,
-        key_indices: torch.Tensor,
+        key_indices: object,
         extras: Extras,
         params: dict[str, torch.Tensor],
         out: torch.Tensor | None,
@@ -180,7 +180,9 @@ class Ops(Methods):
         calls.check_options(self.declared, signature, tracked=tracked, out=out, partial=partial)
         q, one_token = of_one_token(q) if name == "decode" else (q, False)
         if one_token:
-            key_indices = key_indices.unsqueeze(1)
+            if isinstance(gate := params.get(signature.gate or ""), torch.Tensor):
+                params = {**params, signature.gate or "": gate.unsqueeze(1)}
+            key_indices = key_indices.unsqueeze(1) if isinstance(key_indices, torch.Tensor) else key_indices
         with torch.no_grad():
             found = attend_listed(
                 gathering,

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attngen.backends.call import Batch
 from attngen.errors import ArgumentError, UnsupportedError
 from attngen.ir.evaluate import evaluate
 from attngen.ir.expr import Expr, coords
 from attngen.masks import Full
-from attngen.ops.batching import cached_lengths, check_page_lists
+from attngen.ops.batching import collect_inputs
 from attngen.ops.calls import Rows
-from attngen.ops.checks import check_index, check_indptr, check_tensor
+from attngen.ops.checks import check_tensor
 from attngen.ops.storage import Cache, Extras, Query, unpack
 from attngen.signature import Declaration, Signature
 from attngen.spec import AttentionSpec, Paged
@@ -26,6 +27,10 @@ from attngen.variant import Variant
 
 if TYPE_CHECKING:
     from attngen.ops.ops import Ops
+
+
+# The position of a query that is none.
+_PADDING = torch.iinfo(torch.int32).max
 
 
 def gathering_spec(spec: AttentionSpec, variant: Variant) -> AttentionSpec:
@@ -52,12 +57,12 @@ def gathering_spec(spec: AttentionSpec, variant: Variant) -> AttentionSpec:
             "gathered keys have no neighbours, and kernels count them in the order of the list",
             "leave it out, or write the list as a mask (ag.Dense)",
         )
-    if variant.rope is not None:
+    if variant.rope is not None and variant.rope.keys != "append":
         refuse(
             "listed keys are not rotated on load",
             "spec.rope",
             "their positions are in the list",
-            "keep rotated keys in the cache, and leave rope out",
+            "keep rotated keys in the cache, and declare ag.Rope(keys='append')",
         )
     if "h" in coords(variant.mask):
         refuse(
@@ -77,7 +82,7 @@ def attend_listed(
     q: Query,
     cache: Cache,
     v: Cache | None,
-    key_indices: torch.Tensor,
+    key_indices: object,
     given: Extras,
     params: Mapping[str, torch.Tensor],
     *,
@@ -101,8 +106,12 @@ def attend_listed(
     given.reject_other_than(allowed, "listed keys of a paged cache", frozenset())
     index = check_tensor(
         "key_indices", key_indices, dtype="i32", shape=(*lead, None), axes="[..., top_k]", device=device
-    ).reshape(lead.numel(), -1)
-    request, qo_len, kv_len, q_pos = _requests(signature.page_size, given, lead, device)
+    )
+    top_k = index.shape[-1]
+    index = index.reshape(lead.numel(), top_k)
+    inputs = collect_inputs(signature, query, k, v, given, params)
+    params, batch = inputs.params, inputs.batch
+    request, qo_len, kv_len, q_pos, well_formed = _requests(signature.page_size, batch, device)
     env: dict[str, torch.Tensor | int | float] = {
         "b": request,
         "q": q_pos,
@@ -111,10 +120,9 @@ def attend_listed(
         "kv_len": kv_len[request],
     }
     kept = (index >= 0) & (index < kv_len[request]) & evaluate(mask, env, dict(params), torch.float32)
-    kept = kept & (q_pos != torch.iinfo(torch.int32).max)
-    slots = _slots(signature.page_size, given, k, torch.where(kept, index, 0), request)
+    kept = kept & well_formed & (q_pos != _PADDING)
+    slots = _slots(signature.page_size, batch, k, torch.where(kept, index, 0), request)
     # Kept entries close up: each goes to its number among them, the others to a column that is cut off.
-    top_k = index.shape[1]
     place = torch.where(kept, kept.cumsum(-1) - 1, top_k)
     closed = slots.new_zeros(lead.numel(), top_k + 1).scatter_(1, place, slots)[:, :top_k].contiguous()
     single = {
@@ -128,17 +136,20 @@ def attend_listed(
         if storage.scale == "token":
             single[name] = _by_token(name, scale.unsqueeze(-1), k).squeeze(-1)
     extras = Extras(
-        kv_lens=kept.sum(-1, dtype=torch.int32),
+        kv_lens=torch.where(well_formed[:, 0], kept.sum(-1, dtype=torch.int32), -1),
         page_table=closed,
         q_scale=given.q_scale,
         k_scale=given.k_scale,
         v_scale=given.v_scale,
         q_pe=None if given.q_pe is None else _tokens(given.q_pe),
     )
-    names = {param.name for param in gathering.variant("decode").params}
+    gathered = gathering.variant("decode")
+    if gathered.rope is not None:
+        single["q_offset"] = torch.where(q_pos == _PADDING, 0, q_pos)[:, 0]
+    names = {param.name for param in gathered.params}
     own = {name: x for name, x in params.items() if name in names}
-    if signature.gate is not None:
-        own[signature.gate] = _tokens(params[signature.gate])
+    if signature.gate is not None and inputs.gate is not None:
+        own[signature.gate] = _tokens(inputs.gate)
     out, *rows = gathering.run_forward(
         "decode",
         _tokens(query),
@@ -159,41 +170,56 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def _requests(
-    page_size: int, given: Extras, lead: torch.Size, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Request of each query ``[tokens, 1]``, lengths of requests ``[batch]``, and positions of queries ``[tokens, 1]``."""
-    batch = lead[0]
-    if len(lead) == 1:
-        indptr = check_indptr("qo_indptr", given.qo_indptr, lead[0], device, read=False)
-        batch, qo_len = len(indptr) - 1, indptr.diff()
-        number = torch.arange(lead[0], device=device, dtype=torch.int32)
-        request = torch.searchsorted(indptr[1:].contiguous(), number, right=True).clamp(max=batch - 1)
+    page_size: int, batch: Batch, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Request of each query ``[tokens, 1]``, lengths of requests ``[batch]``, positions of queries ``[tokens, 1]``, and whether
+    the lengths of its request fit their storage, ``[tokens, 1]``."""
+    kv_len, fits = _cached(page_size, batch)
+    number = torch.arange(batch.num_tokens, device=device, dtype=torch.int32)
+    if batch.qo_indptr is not None:
+        indptr, qo_len = batch.qo_indptr, batch.qo_indptr.diff()
+        if not batch.batch:  # rows of no request: of one that does not fit
+            indptr, qo_len, kv_len, fits = (
+                x.new_zeros(n) for x, n in ((indptr, 2), (qo_len, 1), (kv_len, 1), (fits, 1))
+            )
+        request = torch.searchsorted(indptr[1:].contiguous(), number, right=True).clamp(max=len(qo_len) - 1)
         row = number - indptr[request]
+        fits = fits & (qo_len >= 0)
+        owned = (row >= 0) & (row < qo_len[request])
     else:
-        request = torch.arange(batch, device=device).repeat_interleave(lead[1])
-        row = torch.arange(lead[1], device=device).repeat(batch)
-        qo_len = torch.full((batch,), lead[1], device=device, dtype=torch.int32)
-        if given.qo_lens is not None:
-            qo_len = check_index("qo_lens", given.qo_lens, batch, device)
-    kv_len = cached_lengths(page_size, given, batch, device)
-    first = kv_len - qo_len if given.q_offset is None else check_index("q_offset", given.q_offset, batch, device)
+        request, row = number.long() // max(batch.qo_len, 1), number % max(batch.qo_len, 1)
+        qo_len = kv_len.new_full((batch.batch,), batch.qo_len) if batch.qo_lens is None else batch.qo_lens
+        fits = fits & (qo_len >= 0) & (qo_len <= batch.qo_len)
+        owned = torch.ones_like(row, dtype=torch.bool)
+    first = (kv_len - qo_len)[request] if batch.q_offset is None or not batch.batch else batch.q_offset[request]
     # Padding stands behind the last key and sees nothing.
-    q_pos = torch.where(row < qo_len[request], first[request] + row, torch.iinfo(torch.int32).max)
-    return request[:, None], qo_len, kv_len, q_pos.to(torch.int32)[:, None]
+    q_pos = torch.where(row < qo_len[request], first + row, _PADDING)
+    well_formed = fits[request] & owned
+    return request[:, None], qo_len, kv_len, q_pos.to(torch.int32)[:, None], well_formed[:, None]
 
 
-def _slots(size: int, given: Extras, k: torch.Tensor, index: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
-    """Numbers of tokens in :func:`_by_token`'s view, int32, in the shape of ``index``, which a request without keys has at 0."""
-    if given.kv_indices is None:
-        table = check_tensor(
-            "page_table", given.page_table, dtype="i32", shape=(None, None), axes="[batch, max_pages]", device=k.device
-        )
-        page = table[request, (index // size).long()]
+def _cached(page_size: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys of each request ``[batch]``, and whether its page list has room for them: what kernels find for themselves."""
+    assert batch.kv_lens is not None
+    kv_len, fits = batch.kv_lens, torch.ones_like(batch.kv_lens, dtype=torch.bool)
+    if batch.page_indptr is not None:
+        first, num_pages = batch.page_indptr[:-1], batch.page_indptr.diff()
+        fits = (kv_len >= 0) & (kv_len <= page_size) & (first >= 0) & (num_pages <= batch.kv_len // page_size - first)
+        kv_len = torch.where(num_pages == 0, 0, (num_pages - 1) * page_size + kv_len)
+    return kv_len, fits & (kv_len >= 0) & (kv_len <= batch.kv_len)
+
+
+def _slots(size: int, batch: Batch, k: torch.Tensor, index: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
+    """Numbers of tokens in :func:`_by_token`'s view, int32, in the shape of ``index``; of entries that are not kept, any."""
+    table = batch.page_table
+    assert table is not None
+    place = (index // size).long()
+    if not table.numel():
+        return torch.zeros_like(index)
+    if batch.page_indptr is None:
+        page = table[request, place]
     else:
-        pages = check_page_lists(given.kv_indptr, given.kv_indices, k.device, read=False)
-        place = pages["page_indptr"][request].long() + index // size
-        listed = pages["page_table"]
-        page = listed[place.clamp(max=len(listed) - 1)] if len(listed) else torch.zeros_like(index)
+        page = table[(batch.page_indptr[request] + place).clamp(0, len(table) - 1)]
     return page * _tokens_between_pages(k) + index % size
 
 

@@ -265,6 +265,23 @@ def test_nothing_is_written_outside_of_the_cache(kernels: Place, monkeypatch: py
         assert not any(x.any() for x in cache)
 
 
+def test_page_lists_are_read_within_their_bounds(kernels: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page numbers lie in memory before and behind ``kv_indices``; none of them is read."""
+    unread = append.check_page_lists
+    monkeypatch.setattr(append, "_check_places", lambda *_: None)
+    monkeypatch.setattr(append, "check_page_lists", lambda *given, **_: unread(*given, read=False))
+    k, v = (x.to(kernels.device) for x in tokens(3))
+    around = torch.tensor([3, 4, 1, 2, 5, 0]).int().to(kernels.device)
+    where = {"positions": torch.tensor([1, 8, 9]).int(), "batch_indices": torch.tensor([0, 1, 1]).int()}
+    for indptr, pages_written in (([0, 0, 2], [2]), ([0, 1, 4], [1]), ([-2, 0, 4], [2]), ([2, 3, 4], [])):
+        cache = tuple(x.to(kernels.device) for x in pages())
+        call = where | {"kv_indptr": torch.tensor(indptr).int()}
+        kernels.compile(declare()).append(
+            *(k, v, cache), kv_indices=around[2:4], **{name: x.to(kernels.device) for name, x in call.items()}
+        )
+        assert cache[0].flatten(1).any(-1).nonzero().flatten().tolist() == pages_written
+
+
 def test_nothing_new_writes_nothing(place: Place) -> None:
     k, v = (x.to(place.device) for x in tokens(0))
     cache = tuple(x.to(place.device) for x in pages())

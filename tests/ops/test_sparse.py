@@ -168,3 +168,111 @@ def test_backward_says_that_it_reads_no_pages() -> None:
         out.sum().backward()
     pages = {name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in pages.items()}
     assert not ops.decode(q, cache, key_indices=listed, **pages).requires_grad, "decode records none"
+
+
+PAGES = {"page_table": i32([[3, 0, 4], [1, 2, 5]]), "kv_lens": i32([6, 12])}
+LISTS = {"kv_indptr": i32([0, 2, 5]), "kv_indices": i32([3, 0, 1, 2, 5]), "kv_last_page_len": i32([2, 3])}
+
+
+def wrong_calls() -> list[tuple[str, dict[str, Any]]]:
+    """Calls that ordinary decode and prefill refuse."""
+    decode = [
+        PAGES | {"kv_lens": i32([6, 20])},
+        PAGES | {"kv_lens": i32([-3, 5])},
+        PAGES | {"page_table": PAGES["page_table"][:1]},
+        PAGES | {"page_table": PAGES["page_table"].repeat(2, 1)},
+        PAGES | {"page_table": PAGES["page_table"] + 3},
+        PAGES | {"qo_lens": i32([-5, 9])},
+        PAGES | {"params": {"foo": torch.ones(1)}},
+        LISTS | {"kv_last_page_len": i32([-1, 9])},
+        LISTS | {"kv_indptr": i32([0, 2, 9])},
+    ]
+    prefill = [PAGES | {"qo_indptr": i32(x)} for x in ([0, 2, 1], [0, 1, 9], [0, 1, 1], [0])]
+    return [("decode", call) for call in decode] + [("prefill", call) for call in prefill]
+
+
+@pytest.mark.parametrize(("method", "call"), wrong_calls())
+def test_lists_are_checked_as_calls_without_them(method: str, call: dict[str, Any]) -> None:
+    spec = ag.AttentionSpec(heads=GQA, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(page_size=PAGE))
+    forward = getattr(ag.compile(spec, backend="reference"), method)
+    q, cache = torch.randn(2, 4, 64), torch.randn(6, 2, PAGE, 2, 64).unbind(1)
+    with pytest.raises(ag.ArgumentError) as plain:
+        forward(q, cache, **call)
+    with pytest.raises(ag.ArgumentError) as listed:
+        forward(q, cache, key_indices=i32([[0, 1], [2, 3]]), **call)
+    assert str(listed.value) == str(plain.value)
+
+
+def test_parameters_and_lists_are_checked() -> None:
+    kv = ag.Paged(page_size=PAGE)
+    q, cache, index = torch.randn(2, 4, 64), torch.randn(6, 2, PAGE, 2, 64).unbind(1), i32([[0, 1], [2, 3]])
+    gated = ag.compile(ag.AttentionSpec(heads=GQA, dtype="fp32", kv=kv, output_gate="gate"), backend="reference")
+    documents = ag.compile(
+        ag.AttentionSpec(heads=GQA, dtype="fp32", kv=kv, mask=ag.Document("ids")), backend="reference"
+    )
+    with pytest.raises(ag.ArgumentError, match="key_indices is a list"):
+        gated.decode(q, cache, key_indices=[[0, 1], [2, 3]], **PAGES)
+    with pytest.raises(ag.ArgumentError, match=r"params\['gate'\] is missing"):
+        gated.decode(q, cache, key_indices=index, **PAGES)
+    for ids in (torch.zeros(2, 12), torch.zeros(3, 12, dtype=torch.int32)):
+        with pytest.raises(ag.ArgumentError, match=r"params\['ids'\] has"):
+            documents.decode(q, cache, key_indices=index, params={"ids": ids}, **PAGES)
+
+
+def test_lists_without_requests_or_keys(place: Place) -> None:
+    spec = ag.AttentionSpec(heads=GQA, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(page_size=PAGE))
+    decode, device = place.compile(spec).decode, place.device
+    q, cache = torch.randn(2, 4, 64, device=device), torch.randn(6, 2, PAGE, 2, 64, device=device).unbind(1)
+    table, index = PAGES["page_table"].to(device), i32([[0, 1], [2, 3]]).to(device)
+    none = table.new_zeros(2)
+    out = decode(q[:0], cache, page_table=table[:0], kv_lens=none[:0], key_indices=index[:0])
+    assert out.shape == (0, 4, 64)
+    assert not decode(q, cache, page_table=table[:, :0], kv_lens=none, key_indices=index).count_nonzero()
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "bad"),
+    [
+        ("decode", PAGES | {"kv_lens": i32([6, 20])}, [1]),
+        ("decode", PAGES | {"kv_lens": i32([-3, 5])}, [0]),
+        ("decode", LISTS | {"kv_indptr": i32([0, 2, 9])}, [1]),
+        ("decode", LISTS | {"kv_indptr": i32([-7, 2, 5])}, [0]),
+        ("decode", LISTS | {"kv_last_page_len": i32([-1, 3])}, [0]),
+        ("prefill", PAGES | {"qo_indptr": i32([0, 1, 1])}, [1]),
+        ("prefill", {name: x[:0] for name, x in PAGES.items()} | {"qo_indptr": i32([0])}, [0, 1]),
+    ],
+)
+def test_lengths_that_are_not_read_back_mark_their_requests(
+    method: str, call: dict[str, Any], bad: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels on a GPU make rows with a negative length NaN."""
+    spec = ag.AttentionSpec(heads=GQA, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(page_size=PAGE))
+    ops = ag.compile(spec, backend="cpp")
+    q, cache = torch.randn(2, 4, 64), torch.randn(6, 2, PAGE, 2, 64).unbind(1)
+    index = i32([[0, 1], [2, 19]])
+    ops.decode(q, cache, key_indices=index, **PAGES)
+    seen: list[torch.Tensor] = []
+
+    def recorded(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Any, *_: Any, **__: Any) -> Any:
+        seen.append(extras.kv_lens)
+        return q, q.new_empty(0), q.new_empty(0)
+
+    monkeypatch.setattr("attngen.ops.batching.reads", lambda device: False)
+    ((gathering, _),) = ops.parts("listed")
+    monkeypatch.setattr(gathering, "run_forward", recorded)
+    getattr(ops, method)(q, cache, key_indices=index, **call)
+    assert (seen[0] < 0).nonzero().flatten().tolist() == bad
+
+
+def test_listed_keys_that_append_rotated(place: Place) -> None:
+    """Every key listed is decode; queries turn by their positions, whatever the order of the list."""
+    spec = ag.AttentionSpec(heads=GQA, mask=ag.Causal(), dtype="fp32", kv=ag.Paged(PAGE), rope=ag.Rope(keys="append"))
+    ops, device = place.compile(spec), place.device
+    q, cache = torch.randn(2, 2, 4, 64, device=device), torch.randn(6, 2, PAGE, 2, 64, device=device).unbind(1)
+    pages = {name: x.to(device) for name, x in PAGES.items()}
+    index = torch.arange(11, -1, -1, dtype=torch.int32, device=device).expand(2, 2, 12)
+    for where in ({}, {"q_offset": i32([20, 30]).to(device)}):
+        want = ops.decode(q, cache, **pages, **where)
+        torch.testing.assert_close(
+            ops.decode(q, cache, key_indices=index, **pages, **where), want, rtol=1e-5, atol=1e-5
+        )
