@@ -153,7 +153,7 @@ def quantize(
     row, x = storage.row, x.float()
     tokens = None
     if storage.scale == "token":
-        tokens = x.abs().amax(-1) / row.largest
+        tokens = _over(x.abs().amax(-1), row.largest)
         scale = tokens
     if scale is not None:
         factor = scale.to(x)
@@ -167,17 +167,17 @@ def quantize(
     top = groups.abs().amax(-1)
     if row.name == "int4" and storage.zero_point:
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
-        blocks = ((high - low) / 15.0).clamp(max=65504.0).half()
+        blocks = _over(high - low, 15.0).clamp(max=65504.0).half()
         zero = _divided(low.abs(), blocks.float()).round().clamp(0.0, 15.0)
         codes = (_divided(groups, blocks.float()[..., None]).round() + zero[..., None]).clamp(0.0, 15.0).to(torch.uint8)
         blocks = torch.stack([blocks, zero.half()], -1)
     elif row.name == "int4":
-        blocks = (top / 7.0).clamp(max=65504.0).half()
+        blocks = _over(top, 7.0).clamp(max=65504.0).half()
         codes = (
             _divided(groups, blocks.float()[..., None]).round().clamp(-8.0, 7.0).to(torch.int8).view(torch.uint8) & 15
         )
     elif row.name == "nvfp4":
-        blocks = (top / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn)
+        blocks = _over(top, 6.0).clamp(max=448.0).to(torch.float8_e4m3fn)
         codes = _e2m1(_divided(groups, blocks.float()[..., None]))
     else:
         exponent = top.contiguous().view(torch.int32) >> 23  # floor(log2(top)) + 127; 255 of infinity
@@ -224,6 +224,13 @@ def dequantize(
         factor = scale.to(x)
         x = x * (factor[..., None] if storage.scale in ("head", "token") else factor)
     return x
+
+
+def _over(x: torch.Tensor, number: float) -> torch.Tensor:
+    """``x / number``, rounded once: by a plain number torch divides on GPUs as it multiplies by the reciprocal."""
+    import torch
+
+    return x / torch.full_like(x, number)
 
 
 def _divided(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 from attngen.errors import UnsupportedError
 from attngen.target import Target
 
+_user: int | None = None  # the process that has used a GPU, or the one that it was forked from
+
 
 def device_target(device: torch.device) -> Target:
     """The target of a torch device; looked up each time, since devices of one host may differ.
@@ -18,7 +20,7 @@ def device_target(device: torch.device) -> Target:
     """
     if device.type == "cpu":
         return Target.parse("cpu")
-    if device.type == "cuda" and torch.cuda._is_in_bad_fork():
+    if device.type == "cuda" and _is_forked():
         raise UnsupportedError(
             f"{device} cannot be used in this process",
             where=f"process {os.getpid()}",
@@ -35,3 +37,11 @@ def device_target(device: torch.device) -> Target:
         why="kernels run on cpu and cuda",
         fix="move the tensors",
     )
+
+
+def _is_forked() -> bool:
+    """Whether this process was forked from one that had used a GPU. torch itself does not always know."""
+    global _user  # noqa: PLW0603
+    if _user is None and not torch.cuda._is_in_bad_fork():
+        _user = os.getpid()
+    return _user != os.getpid()

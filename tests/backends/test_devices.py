@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import attngen as ag
+from attngen.backends import devices
 from attngen.backends.devices import device_target
 from attngen.target import Target
 
@@ -21,11 +24,15 @@ def test_other_devices_are_refused() -> None:
         device_target(torch.device("meta"))
 
 
+@pytest.mark.parametrize("torch_knows", [False, True])
 @pytest.mark.parametrize("target", [None, "cuda:sm90a"])
-def test_a_fork_of_a_process_that_has_used_a_gpu_says_so(target: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_of_a_process_that_has_used_a_gpu_says_so(
+    target: str | None, torch_knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Instead of torch's words, which come later and tell less."""
     ops = ag.compile(SPEC, target=target, ops=())
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(devices, "_user", None if torch_knows else os.getpid() + 1)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: torch_knows)
     with pytest.raises(ag.UnsupportedError) as caught:
         ops.op("prefill", torch.device("cuda", 0))
     text = str(caught.value)
