@@ -152,7 +152,10 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", "no home folder: kernels last as long as a process", "set ATTNGEN_CACHE_DIR")
         return
     yield _root("cache", store.root, writable=True)
-    yield from _tunings(store)
+    try:
+        yield from _tunings(store)
+    except (AttngenError, OSError) as error:
+        yield Finding("tuned", "not known: a cache is refused", error.fix if isinstance(error, AttngenError) else "")
 
 
 def _tunings(store: Store) -> Iterator[Finding]:
