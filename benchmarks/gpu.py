@@ -46,11 +46,8 @@ def backward(backend: str | None) -> list[Row]:
 
 def fp8(backend: str | None) -> list[Row]:
     """16,384 tokens of 16 heads of 128 in fp8_e4m3, beside FlashAttention-3."""
-    rows = []
-    for setting in (FULL, CAUSAL):
-        cell = Cell(setting, 1, TOKENS, HIDDEN // 128, 128, backend, dtype="fp8_e4m3")
-        rows += passes.forward(cell)
-    return rows
+    cells = [Cell(setting, 1, TOKENS, HIDDEN // 128, 128, backend, dtype="fp8_e4m3") for setting in (FULL, CAUSAL)]
+    return [row for cell in cells for row in passes.forward(cell)]
 
 
 def _paged(batch: int, length: int, heads: int, dim: int, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,9 +29,8 @@ def peers(setting: Setting, batch: int, length: int, dtype: str = "bf16") -> dic
 
 
 def _peers(setting: Setting, batch: int, length: int) -> Iterator[tuple[str, Attend]]:
-    causal = bool(setting.flash and setting.flash["causal"])
     if setting.is_plain:
-        yield "cudnn", partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION, causal=causal)
+        yield "cudnn", partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION, causal=setting.mask is not None)
     options = {"score_mod": setting.score, "block_mask": setting.blocks(batch, length, "cuda")}
     yield "flex", partial(_flex, **options)
     fa4 = _module("flash_attn.cute.interface")

@@ -68,12 +68,8 @@ class CudaBackend:
     def build(self, kernel: RenderedKernel, folder: Path) -> BuildResult:
         """Compile the source to a cubin; ``ptxas -v`` tells registers and spills."""
         options = [flag for flag in kernel.flags if not flag.startswith("launch:")]
-        launch = {
-            name: int(number)
-            for name, _, number in (
-                flag.removeprefix("launch:").partition("=") for flag in kernel.flags if flag.startswith("launch:")
-            )
-        }
+        sizes = (flag.removeprefix("launch:").split("=") for flag in kernel.flags if flag.startswith("launch:"))
+        launch = {name: int(number) for name, number in sizes}
         _require_shared(kernel, launch["shared"])
         cubin, log = compile_cubin(kernel, options)
         facts = resources(log)

@@ -59,7 +59,7 @@ from collections.abc import Collection
 
 from attngen.dtypes import DTYPES, Storage
 from attngen.ir.params import Param
-from attngen.schedule.launch import SWIZZLED_ROWS
+from attngen.schedule.launch import maps_fit
 from attngen.schedule.plan import Arg
 from attngen.variant import Variant
 
@@ -157,7 +157,7 @@ def tensor_maps(variant: Variant, *, queries: bool = False) -> tuple[Arg, ...]:
         *(("k_pe",) if variant.head_dim_pe else ()),
         *(("v",) if variant.value_source == "values" else ()),
     )
-    names = (*(("q",) if queries else ()), *(keys if variant.page_size % SWIZZLED_ROWS == 0 else ()))
+    names = (*(("q",) if queries else ()), *(keys if maps_fit(variant.page_size) else ()))
     return tuple(Arg(f"{name}_tiles", f"tiles<{variant.dtype}>") for name in names)
 
 

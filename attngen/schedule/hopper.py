@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngen.dtypes import DTYPES
 from attngen.ir.expr import coords
-from attngen.schedule.launch import ROW_BYTES, SWIZZLED_ROWS, in_pieces
+from attngen.schedule.launch import ROW_BYTES, in_pieces, maps_fit
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
 
@@ -42,7 +42,7 @@ def _serves_query_tiles(variant: Variant) -> bool:
         variant.dtype in ("bf16", "fp16", "fp8_e4m3")
         and (variant.is_softmax or itemsize == 2)
         and all(s.dtype == variant.dtype and s.scale != "token" for s in (variant.k_storage, variant.v_storage))
-        and (variant.page_size % SWIZZLED_ROWS == 0 or itemsize == 2)
+        and (maps_fit(variant.page_size) or itemsize == 2)
         and (not variant.is_transformed or (_turns_queries_alone(variant) and itemsize == 2))
         and variant.value_source == "values"
         and not variant.head_dim_pe

@@ -8,10 +8,13 @@ from typing import Any, Literal
 
 from attngen.target import Target
 
-SWIZZLED_ROWS = (
-    8  # rows of shared memory in which chunks are exchanged: what a tensor map copies starts at a multiple of them
-)
 ROW_BYTES = 128  # of a tile in shared memory
+_SWIZZLED_ROWS = 8  # in which chunks are exchanged there: what a tensor map copies starts at a multiple of them
+
+
+def maps_fit(page_size: int) -> bool:
+    """Whether tensor maps can copy what lies in one page; 0 tells that there are no pages."""
+    return page_size % _SWIZZLED_ROWS == 0
 
 
 def in_pieces(columns: int, itemsize: int = 2) -> int:

@@ -8,7 +8,7 @@ from math import gcd
 from attngen.dtypes import DTYPES
 from attngen.ir.expr import Expr, H
 from attngen.ir.intervals import Span, TileClass
-from attngen.schedule.launch import SWIZZLED_ROWS, Arg, KernelLaunch, Tiles
+from attngen.schedule.launch import Arg, KernelLaunch, Tiles, maps_fit
 from attngen.schedule.reading import Reading, Side, reading
 from attngen.schedule.rotation import Turns, turns
 from attngen.target import Target
@@ -51,7 +51,7 @@ class KernelPlan(KernelLaunch):
     @property
     def copies_rows(self) -> bool:
         """Whether warps copy keys and values row by row: where pages are too small for tensor maps."""
-        return self.variant.page_size % SWIZZLED_ROWS != 0
+        return not maps_fit(self.variant.page_size)
 
     @property
     def orders_copies(self) -> bool:
