@@ -15,7 +15,7 @@ _LOADS = 8  # distinct parameters of a score that registers hold beside sums
 _CONSUMER_ROWS = 64  # queries of a warpgroup
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
 _ORDER = 16  # bytes of the order to copy a tile, and of its barrier
-_TOLD = 192  # bytes of barriers and of what warps tell each other in one walk of backward
+_TOLD = 224  # bytes of barriers and of what warps tell each other in one walk of backward
 
 
 def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> bool:
@@ -62,11 +62,10 @@ def _turns_queries_alone(variant: Variant) -> bool:
 
 
 def _serves_backward(variant: Variant) -> bool:
-    """All gradients in one walk: where a multiprocessor holds dk and dv of 128 keys in registers.
+    """All gradients in one walk: where a multiprocessor holds dk and dv of 128 keys in registers, or of 64.
 
     Data of each pair as in prefill. Parameters' gradients would take a walk of their own, and with it what is gained.
     """
-    dims = (variant.head_dim_qk, variant.head_dim_vo)
     return (
         variant.is_softmax
         and variant.dtype in ("bf16", "fp16")
@@ -76,8 +75,7 @@ def _serves_backward(variant: Variant) -> bool:
         and not variant.mask_reads_each_pair
         and not variant.score_reads_pairs
         and not variant.gradient_params
-        and all(32 < dim <= 128 for dim in dims)
-        and in_pieces(dims[0]) == in_pieces(dims[1])
+        and all(32 < dim <= 256 for dim in (variant.head_dim_qk, variant.head_dim_vo))
     )
 
 
@@ -108,9 +106,10 @@ def launch_shape(plan: KernelPlan) -> tuple[int, int]:
     if plan.schedule == "dq_cast":
         return 256, 0
     if plan.schedule == "dqkv":
-        width = in_pieces(plan.variant.head_dim_qk)
-        loaded = 2 * tiles.kv * width * 2 + 2 * tiles.num_stages * tiles.q * width * 2  # k and v; q and dout
-        made = tiles.num_stages * (tiles.q * tiles.kv * 2 + 2 * tiles.q * 4)  # dscore; lse and delta
+        width = in_pieces(plan.variant.head_dim_qk) + in_pieces(plan.variant.head_dim_vo)
+        loaded = (tiles.kv + tiles.num_stages * tiles.q) * width * 2  # k and v; q and dout
+        pairs = 2 if tiles.by_product else 1  # dscore, and weights
+        made = tiles.num_stages * (pairs * tiles.q * tiles.kv * 2 + 2 * tiles.q * 4)  # and lse and delta
         return 32 * tiles.num_warps, loaded + made + _TOLD
     return 32 * tiles.num_warps, _packed_rows_bytes(plan) if plan.packed else _query_tiles_bytes(plan)
 

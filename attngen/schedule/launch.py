@@ -60,6 +60,7 @@ class Tiles:
         in_turns: warpgroups that multiply take turns to issue products, so that the exponentials of one run under the products
             of another.
         blocks: blocks that share a multiprocessor, at least; bounds the registers of CUDA kernels.
+        by_product: warpgroups that multiply divide the products of a tile among them, instead of its keys.
     """
 
     q: int
@@ -72,6 +73,7 @@ class Tiles:
     q_stages: int = 1
     in_turns: bool = False
     blocks: int = 1
+    by_product: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,12 @@ class KernelLaunch:
     def dq_sums(self) -> int:
         """Numbers in a tile of the sums of dq."""
         return self.tiles.q * in_pieces(self.block_qk)
+
+    @property
+    def dq_columns(self) -> int:
+        """Queries of a part of the sums of dq: parts have 64 dims, and two warpgroups that divide keys make one each."""
+        shared = in_pieces(self.block_qk) == 64 and not self.tiles.by_product
+        return self.tiles.q // 2 if shared else self.tiles.q
 
     def to_json(self) -> dict[str, Any]:
         """Of a plan, only this part."""

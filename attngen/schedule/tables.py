@@ -200,6 +200,7 @@ CUDA = (
     Row("dqkv", 64, Tiles(64, 128, 12, 2), archs=("sm90a",), sloped=True),
     Row("dqkv", 64, Tiles(128, 128, 12, 2), archs=("sm90a",), sloped=False),
     Row("dqkv", 128, Tiles(64, 128, 12, 2), archs=("sm90a",)),
+    Row("dqkv", 256, Tiles(64, 64, 16, 2, by_product=True), archs=("sm90a",)),
 )
 
 INTERPRET = (

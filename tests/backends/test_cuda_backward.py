@@ -26,6 +26,23 @@ SPECS = {
     "documents": {"heads": ag.MHA(4, 128), "mask": ag.Causal() & ag.Document("doc_ids"), "kv": ag.Ragged()},
     "hole": {"heads": ag.MHA(4, 64), "mask": ag.Causal() & (ag.SlidingWindow(left=200) | ag.GlobalTokens(4))},
     "neighborhood": {"heads": ag.MHA(4, 128), "mask": ag.Neighborhood((10, 13), (3, 5))},
+    "full-256": {"heads": ag.MHA(4, 256)},
+    "window-256-ragged-fp16": {
+        "heads": ag.GQA(8, 2, 256),
+        "mask": ag.Causal() & ag.SlidingWindow(left=1023),
+        "kv": ag.Ragged(),
+        "dtype": "fp16",
+    },
+    "soft-cap-256": {"heads": ag.GQA(8, 2, 256), "mask": ag.Causal(), "score_mods": (ag.SoftCap(cap=30.0),)},
+    "alibi-256": {"heads": ag.MHA(4, 256), "mask": ag.Causal(), "score_mods": (ag.ALiBi(),)},
+    "documents-256": {"heads": ag.MHA(4, 256), "mask": ag.Causal() & ag.Document("doc_ids"), "kv": ag.Ragged()},
+    "neighborhood-256": {"heads": ag.MHA(4, 256), "mask": ag.Neighborhood((10, 13), (3, 5))},
+    "hole-192-128": {
+        "heads": ag.MHA(4, 192, head_dim_vo=128),
+        "mask": ag.Causal() & (ag.SlidingWindow(left=200) | ag.GlobalTokens(4)),
+    },
+    "causal-64-160": {"heads": ag.MHA(4, 64, head_dim_vo=160), "mask": ag.Causal()},
+    "causal-128-64": {"heads": ag.MHA(4, 128, head_dim_vo=64), "mask": ag.Causal()},
     "sink-gate": {"heads": ag.MQA(4, 64), "normalizer": ag.Softmax(sink="sinks"), "output_gate": "gate"},
 }
 

@@ -40,6 +40,19 @@ BACKWARD = {
     "dq-is-read-early": ("await_products<2>();", ""),
 }
 
+WIDE_BACKWARD = {
+    "weights-are-not-waited-for": ("wait_for(WEIGHTS_WRITTEN + 8 * stage, parity);", ""),
+    "dscore-is-overwritten": ("wait_for(DSCORE_USED + 8 * stage, parity ^ 1);", ""),
+    "dscore-is-not-published": (
+        "      publish();\n      arrive_as_warp(DSCORE_WRITTEN",
+        "      arrive_as_warp(DSCORE_WRITTEN",
+    ),
+    "dq-is-read-early": ("        await_products<0>();\n        settle(dq);", ""),
+    "nobody-ends-dq": ("    arrive_as_warp(DSCORE_WRITTEN + 8 * (step & 1), lane);\n", ""),
+    "values-are-overwritten": ("    wait_for(DOUT_USED + 8 * (step - 1 & 1), (step - 1) / 2 & 1);\n", ""),
+    "keys-are-overwritten": ("    wait_for(DSCORE_USED + 8 * (step - 1 & 1), (step - 1) / 2 & 1);\n", ""),
+}
+
 
 def _seen(spec: ag.AttentionSpec, op: OpName, lens: tuple[int, ...]) -> bool:
     """Whether the judge or the machine refuses some order of events."""
@@ -78,3 +91,9 @@ def test_faults_of_prefill_over_small_pages_are_seen(name: str, monkeypatch: pyt
 def test_faults_of_backward_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _with_fault(monkeypatch, *BACKWARD[name])
     assert _seen(declare((1, 1), (64, 64), mask=ag.Causal(), kv=ag.Ragged()), "backward", (300, 150, 400))
+
+
+@pytest.mark.parametrize("name", WIDE_BACKWARD)
+def test_faults_of_backward_of_wide_heads_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_fault(monkeypatch, *WIDE_BACKWARD[name])
+    assert _seen(declare((1, 1), (256, 64), mask=ag.Causal(), kv=ag.Ragged()), "backward", (300, 150, 400))

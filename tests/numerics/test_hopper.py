@@ -78,6 +78,15 @@ TRAINED: dict[str, dict[str, Any]] = {
     "neighborhood": {"heads": ag.MHA(1, 64), "mask": ag.Neighborhood((14, 13), (5, 5))},
     "documents": {"heads": ag.GQA(2, 1, 64), "mask": ag.Causal() & ag.Document("doc_ids"), "kv": ag.Ragged()},
     "narrow": {"heads": ag.GQA(2, 2, 96, head_dim_vo=80), "mask": ag.Causal()},
+    "narrow-values": {"heads": ag.MHA(2, 128, head_dim_vo=64), "mask": ag.Causal()},
+    "narrow-keys": {"heads": ag.MHA(2, 64, head_dim_vo=128), "mask": ag.Causal()},
+    "causal-256": {"heads": ag.GQA(2, 1, 256), "mask": ag.Causal()},
+    "latent": {"heads": ag.MHA(2, 192, head_dim_vo=128), "mask": ag.Causal()},
+    "wide-window-ragged": {"heads": ag.GQA(4, 2, 256), "mask": WINDOW, "kv": ag.Ragged(), "dtype": "fp16"},
+    "wide-hole": {"heads": ag.MHA(1, 160, head_dim_vo=136), "mask": SINKS, "kv": ag.Ragged()},
+    "wide-soft-cap": {"heads": ag.MHA(1, 192), "mask": ag.Causal(), "score_mods": (ag.SoftCap(cap=5.0),)},
+    "wide-documents": {"heads": ag.GQA(2, 1, 192), "mask": ag.Causal() & ag.Document("doc_ids"), "kv": ag.Ragged()},
+    "wide-values": {"heads": ag.MHA(1, 64, head_dim_vo=192)},
 }
 
 # Other numbers: of out, and 8-bit ones of queries, keys and values, with factors of tensors and heads.
