@@ -47,7 +47,11 @@ WIDE_BACKWARD = {
         "      publish();\n      arrive_as_warp(DSCORE_WRITTEN",
         "      arrive_as_warp(DSCORE_WRITTEN",
     ),
-    "dq-is-read-early": ("        await_products<0>();\n        settle(dq);", ""),
+    "dq-is-read-early": ("          start(part + 1);\n          await_products<1>();", "          start(part + 1);"),
+    "dscore-is-released-early": (
+        "          await_products<0>();\n          arrive_as_warp",
+        "          arrive_as_warp",
+    ),
     "nobody-ends-dq": ("    arrive_as_warp(DSCORE_WRITTEN + 8 * (step & 1), lane);\n", ""),
     "values-are-overwritten": ("    wait_for(DOUT_USED + 8 * (step - 1 & 1), (step - 1) / 2 & 1);\n", ""),
     "keys-are-overwritten": ("    wait_for(DSCORE_USED + 8 * (step - 1 & 1), (step - 1) / 2 & 1);\n", ""),

@@ -133,6 +133,7 @@ inline void ptx_stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t to, uint
 inline void ptx_st_shared_u16(uint32_t to, uint16_t x) { machine::write_shared(to, x); }
 inline void ptx_ld_shared_u16(uint16_t& r, uint32_t from) { std::memcpy(&r, machine::shared_at(from, 2), 2); }
 inline void ptx_st_shared_f32(uint32_t to, float x) { machine::write_shared(to, x); }
+inline void ptx_st_shared_v2_b32(uint32_t to, unsigned a, unsigned b) { machine::write_shared(to, uint2{a, b}); }
 inline void ptx_st_shared_v4_b32(uint32_t to, unsigned a, unsigned b, unsigned c, unsigned d) { machine::write_shared(to, uint4{a, b, c, d}); }
 inline void ptx_st_shared_v4_b32(uint32_t to, unsigned x) { machine::write_shared(to, uint4{x, x, x, x}); }
 inline void ptx_st_global_v4_b32(void* to, unsigned a, unsigned b, unsigned c, unsigned d) {
