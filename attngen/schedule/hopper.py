@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attngen.dtypes import DTYPES
 from attngen.ir.expr import coords
+from attngen.schedule import one_walk
 from attngen.schedule.launch import ROW_BYTES, in_pieces, maps_fit
 from attngen.schedule.plan import KernelPlan
 from attngen.variant import Variant
@@ -15,7 +16,6 @@ _LOADS = 8  # distinct parameters of a score that registers hold beside sums
 _CONSUMER_ROWS = 64  # queries of a warpgroup
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
 _ORDER = 16  # bytes of the order to copy a tile, and of its barrier
-_TOLD = 224  # bytes of barriers and of what warps tell each other in one walk of backward
 
 
 def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> bool:
@@ -106,11 +106,7 @@ def launch_shape(plan: KernelPlan) -> tuple[int, int]:
     if plan.schedule == "dq_cast":
         return 256, 0
     if plan.schedule == "dqkv":
-        width = in_pieces(plan.variant.head_dim_qk) + in_pieces(plan.variant.head_dim_vo)
-        loaded = (tiles.kv + tiles.num_stages * tiles.q) * width * 2  # k and v; q and dout
-        pairs = 2 if tiles.by_product else 1  # dscore, and weights
-        made = tiles.num_stages * (pairs * tiles.q * tiles.kv * 2 + 2 * tiles.q * 4)  # and lse and delta
-        return 32 * tiles.num_warps, loaded + made + _TOLD
+        return 32 * tiles.num_warps, one_walk.shared_bytes(plan.variant, tiles)
     return 32 * tiles.num_warps, _packed_rows_bytes(plan) if plan.packed else _query_tiles_bytes(plan)
 
 

@@ -8,6 +8,7 @@ from math import gcd
 from attngen.dtypes import DTYPES
 from attngen.ir.expr import Expr, H
 from attngen.ir.intervals import Span, TileClass
+from attngen.schedule import one_walk
 from attngen.schedule.launch import Arg, KernelLaunch, Tiles, maps_fit
 from attngen.schedule.reading import Reading, Side, reading
 from attngen.schedule.rotation import Turns, turns
@@ -61,6 +62,11 @@ class KernelPlan(KernelLaunch):
         """
         in_parts = self.variant.kv_layout == "paged" and self.box_rows < self.tiles.kv
         return in_parts and DTYPES[self.variant.dtype].itemsize > 1
+
+    @property
+    def warpgroup_registers(self) -> tuple[int, ...]:
+        """Of a thread of each warpgroup of one walk of backward: the one that loads, then those that multiply."""
+        return one_walk.registers(self.variant, self.tiles)
 
     @property
     def turns(self) -> Turns | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attngen.dtypes import DTYPES
 from attngen.ir.expr import TRUE
+from attngen.schedule import one_walk
 from attngen.schedule.plan import Tiles
 from attngen.schedule.reading import smallest_depth
 from attngen.target import Target
@@ -201,6 +202,8 @@ CUDA = (
     Row("dqkv", 64, Tiles(128, 128, 12, 2), archs=("sm90a",), sloped=False),
     Row("dqkv", 128, Tiles(64, 128, 12, 2), archs=("sm90a",)),
     Row("dqkv", 256, Tiles(64, 64, 16, 2, by_product=True), archs=("sm90a",)),
+    Row("dqkv", 192, Tiles(80, 64, 16, 2, by_product=True), archs=("sm90a",)),
+    Row("dqkv", 192, Tiles(96, 64, 16, 2, by_product=True), archs=("sm90a",)),
 )
 
 INTERPRET = (
@@ -281,6 +284,7 @@ def may_run(
     terms = PRODUCT_BYTES // DTYPES[variant.dtype].itemsize if backend == "cuda" and schedule == "prefill" else 1
     return (
         tiles.maps <= (mappable and (backend == "cuda" or variant.page_size % tiles.kv == 0))
+        and (schedule != "dqkv" or one_walk.fits(variant, tiles))
         and not (listed and (tiles.q & (tiles.q - 1) or tiles.kv & (tiles.kv - 1)))
         and tiles.kv % terms == 0
         and (tiles.kv >= keys or schedule not in ("prefill", "decode", "dq"))

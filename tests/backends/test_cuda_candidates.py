@@ -26,6 +26,7 @@ CASES: dict[str, tuple[ag.AttentionSpec, OpName]] = {
     "int4": (ag.AttentionSpec(heads=ag.GQA(4, 1, 128), mask=CAUSAL, kv=ag.Paged(16, dtype="int4")), "decode"),
     "nvfp4": (ag.AttentionSpec(heads=ag.GQA(4, 1, 128), mask=CAUSAL, kv=ag.Paged(16, dtype="nvfp4")), "decode"),
     "backward": (ag.AttentionSpec(heads=ag.MHA(1, 64), mask=CAUSAL), "backward"),
+    "wide-backward": (ag.AttentionSpec(heads=ag.MHA(1, 192, head_dim_vo=128), mask=CAUSAL), "backward"),
 }
 
 

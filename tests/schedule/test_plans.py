@@ -8,7 +8,7 @@ import attngen as ag
 from attngen.compiler import plan_op
 from attngen.ir.scalar import evaluate_scalar
 from attngen.ops.kernels import tiles_of
-from attngen.schedule import hopper, retile
+from attngen.schedule import hopper, retile, tile_candidates
 from attngen.target import Target
 
 SHORT = ("", "_short")  # heads that share keys have a kernel for short requests
@@ -135,6 +135,20 @@ def test_tiles_of_one_walk_fit_shared_memory(head_dim: int) -> None:
         assert kernel.tiles.by_product == (head_dim > 128)
         assert threads == 128 * (1 + (3 if kernel.tiles.by_product else kernel.tiles.kv // 64))
         assert shared <= 227 << 10
+        assert len(kernel.warpgroup_registers) == threads // 128
+        assert sum(kernel.warpgroup_registers) <= 512
+        assert all(count % 8 == 0 and 24 <= count <= 240 for count in kernel.warpgroup_registers)
+
+
+def test_tiles_of_one_walk_that_do_not_fit_are_no_candidates() -> None:
+    def sizes(head_dim: int, head_dim_vo: int) -> list[int]:
+        spec = ag.AttentionSpec(heads=ag.MHA(4, head_dim, head_dim_vo=head_dim_vo))
+        kernel = plan_op(spec, "backward", H200, "cuda").kernel("dqkv")
+        return [tiles.q for tiles in (kernel.tiles, *tile_candidates(kernel))]
+
+    assert sizes(256, 256) == [64]
+    assert sizes(192, 192) == [64, 80]  # two stages of 96 queries do not fit shared memory
+    assert sizes(192, 128) == [64, 80, 96]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
