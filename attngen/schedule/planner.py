@@ -143,7 +143,9 @@ def _table(
     mappable = backend == "cuda" or (schedule == "forward" and _fits_maps(variant, keys, packed=packed, lists=lists))
     table = schedule if schedule != "forward" else "decode" if packed else op
     rows = variant.group_size * (SHORT_QUERIES if serves == "short" else 1)
-    return Choices(table, mappable, fitting_tiles(backend, table, variant, target, mappable=mappable, rows=rows))
+    windowed = keys.lo is not None
+    fitting = fitting_tiles(backend, table, variant, target, mappable=mappable, windowed=windowed, rows=rows)
+    return Choices(table, mappable, fitting)
 
 
 def min_split(variant: Variant, backend: str, tiles: Tiles) -> int:

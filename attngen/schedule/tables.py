@@ -27,6 +27,8 @@ class Row:
         archs: architectures it was chosen for; empty fits all.
         group_size: smallest number of query heads a key head, times queries of a request where these share tiles.
         masked: only where the mask hides keys (``True``), only where it hides none (``False``), or both (``None``).
+        windowed: only where the mask hides the first keys of a request from some tiles (``True``), only where it does not
+            (``False``), or both (``None``).
         plain: only where a pair costs a product and an exponential (``True``), only where it costs more, by a score mod or
             dropout (``False``), or both (``None``).
         sloped: only where the slope of the logit is not 1 and backward keeps it for each pair (``True``), only where it is 1
@@ -52,6 +54,7 @@ class Row:
     archs: tuple[str, ...] = ()
     group_size: int = 1
     masked: bool | None = None
+    windowed: bool | None = None
     plain: bool | None = None
     sloped: bool | None = None
     mask_data: bool = False
@@ -177,13 +180,15 @@ PRODUCT_BYTES = 32  # of the terms that a product of Hopper's adds up: keys, whe
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
 # bytes in flight the same.
 CUDA = (
-    Row("prefill", 128, Tiles(192, 96, 16, 2, maps=True, in_turns=True), kv_bits=8),
+    Row("prefill", 128, Tiles(192, 96, 16, 2, maps=True), kv_bits=8),
     Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8),
     Row("prefill", 192, Tiles(128, 128, 12, 2, maps=True, in_turns=True), kv_bits=8),
     Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), kv_bits=8),
     Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), dropout=True),
+    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2), masked=True),
     Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True)),
     Row("prefill", 128, Tiles(128, 176, 12, 2, maps=True, in_turns=True), masked=False, plain=True),
+    Row("prefill", 128, Tiles(192, 80, 16, 2, maps=True, in_turns=True), masked=True, windowed=False),
     Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True)),
     Row("prefill", 192, Tiles(128, 112, 12, 2, maps=True, in_turns=True)),
     Row("prefill", 256, Tiles(128, 80, 12, 2, maps=True), masked=False, plain=True),
@@ -201,9 +206,9 @@ CUDA = (
     Row("dqkv", 64, Tiles(64, 128, 12, 2), archs=("sm90a",), sloped=True),
     Row("dqkv", 64, Tiles(128, 128, 12, 2), archs=("sm90a",), sloped=False),
     Row("dqkv", 128, Tiles(64, 128, 12, 2), archs=("sm90a",)),
-    Row("dqkv", 256, Tiles(64, 64, 16, 2, by_product=True), archs=("sm90a",)),
-    Row("dqkv", 192, Tiles(80, 64, 16, 2, by_product=True), archs=("sm90a",)),
     Row("dqkv", 192, Tiles(96, 64, 16, 2, by_product=True), archs=("sm90a",)),
+    Row("dqkv", 192, Tiles(80, 64, 16, 2, by_product=True), archs=("sm90a",)),
+    Row("dqkv", 256, Tiles(64, 64, 16, 2, by_product=True), archs=("sm90a",)),
 )
 
 INTERPRET = (
@@ -231,13 +236,21 @@ CPP = (
 
 
 def fitting_tiles(
-    backend: str, schedule: str, variant: Variant, target: Target, *, mappable: bool = False, rows: int = 0
+    backend: str,
+    schedule: str,
+    variant: Variant,
+    target: Target,
+    *,
+    mappable: bool = False,
+    windowed: bool = False,
+    rows: int = 0,
 ) -> tuple[Tiles, ...]:
     """Tiles of the backend's table that fit, the first choice first.
 
     Args:
         schedule: as in :class:`Row`.
         mappable: whether the kernel can use tensor maps.
+        windowed: as in :class:`Row`.
         rows: packed rows of a request, for rows of the table that ask for a ``group_size``; that of the variant by default.
     """
     table = {"cpp": CPP, "cuda": CUDA}.get(backend) or (INTERPRET if target.kind == "interpret" else TRITON)
@@ -254,6 +267,7 @@ def fitting_tiles(
             and (not row.archs or target.arch in row.archs)
             and (rows or variant.group_size) >= row.group_size
             and row.masked in (None, variant.mask != TRUE)
+            and row.windowed in (None, windowed)
             and row.plain in (None, not (variant.has_score_mod or variant.dropout))
             and (row.sloped is None or row.sloped != variant.score_slope_is_one)
             and row.mask_data <= variant.mask_reads_data

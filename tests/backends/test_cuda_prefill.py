@@ -149,10 +149,19 @@ def test_every_row_of_the_table_fits_a_multiprocessor(index: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "tile", "rows"), [(8, 128, 8), (24, 128, 8), (64, 128, 64), (256, 128, 128), (64, 176, 16)]
+    ("mask", "page", "tile", "rows"),
+    [
+        (CAUSAL, 8, 80, 8),
+        (CAUSAL, 24, 80, 8),
+        (CAUSAL, 64, 80, 16),
+        (CAUSAL & ag.SlidingWindow(left=100), 64, 128, 64),
+        (CAUSAL & ag.SlidingWindow(left=100), 256, 128, 128),
+        (ag.Full(), 64, 176, 16),
+    ],
+    ids=lambda value: value.kind if isinstance(value, ag.MaskMod) else str(value),
 )
-def test_a_copy_stays_in_a_page(page: int, tile: int, rows: int) -> None:
-    plan = _forward(_spec(mask=ag.Full() if tile == 176 else CAUSAL, kv=ag.Paged(page)))
+def test_a_copy_stays_in_a_page(mask: ag.MaskMod, page: int, tile: int, rows: int) -> None:
+    plan = _forward(_spec(mask=mask, kv=ag.Paged(page)))
     assert plan.tiles.kv == tile
     assert map_boxes(plan) == [(1, 1, n, 64) for n in (64, rows, rows)]  # of queries, keys and values
 

@@ -110,6 +110,7 @@ inline void ptx_ex2_approx_ftz_f32(float& r, float x) { r = exp2f(x); }
 inline void ptx_sin_approx_f32(float& r, float x) { r = sinf(x); }
 inline void ptx_cos_approx_f32(float& r, float x) { r = cosf(x); }
 inline void ptx_tanh_approx_f32(float& r, float x) { r = tanhf(x); }
+inline void ptx_max_NaN_f32(float& r, float x, float y) { r = std::isnan(x) || std::isnan(y) ? machine::as_float(0x7fc00000u) : fmaxf(x, y); }
 inline void ptx_movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& r, uint32_t x) {
   auto words = machine::meet_warp({x});
   const int i = machine::lane() / 4, j = machine::lane() % 4;
