@@ -158,7 +158,8 @@ def tensor_maps(variant: Variant, *, queries: bool = False) -> tuple[Arg, ...]:
         *(("v",) if variant.value_source == "values" else ()),
     )
     names = (*(("q",) if queries else ()), *(keys if maps_fit(variant.page_size) else ()))
-    return tuple(Arg(f"{name}_tiles", f"tiles<{variant.dtype}>") for name in names)
+    stored = {"q": variant.dtype, "v": variant.v_storage.dtype}
+    return tuple(Arg(f"{name}_tiles", f"tiles<{stored.get(name, variant.k_storage.dtype)}>") for name in names)
 
 
 def turns() -> tuple[Arg, ...]:

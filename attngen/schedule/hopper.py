@@ -13,6 +13,7 @@ ARCH = "sm90a"
 _MAX_GROUP = 8
 _CHUNK = 16  # bytes of a row that a thread copies at a time
 _LOADS = 8  # distinct parameters of a score that registers hold beside sums
+_WIDENED = ("fp8_e4m3", "fp8_e5m2", "int8")  # stored numbers that prefill widens to those of queries
 _CONSUMER_ROWS = 64  # queries of a warpgroup
 _ITEMS, _ITEM = 3, 112  # tiles of queries that are known in advance, and bytes, at most, that describe one
 _ORDER = 16  # bytes of the order to copy a tile, and of its barrier
@@ -32,17 +33,22 @@ def serves(variant: Variant, schedule: str, *, packed: bool, requests: str) -> b
 
 
 def _serves_query_tiles(variant: Variant) -> bool:
-    """Many queries of one head, in prefill: queries, keys and values of one dtype that the tensor cores multiply.
+    """Many queries of one head, in prefill: queries, keys and values of one dtype that the tensor cores multiply, or keys and
+    values of 8 bits that are widened to it.
 
     What reads data of pairs waits for memory, which Triton's smaller tiles hide better; many numbers that all pairs read spill.
-    Narrower heads would leave half of shared memory empty. The warps that copy small pages turn values where numbers have 8 bits.
+    Narrower heads would leave half of shared memory empty. The warps that copy small pages
+    turn or widen stored numbers where these have 8 bits.
     """
-    itemsize = DTYPES[variant.dtype].itemsize
+    itemsize, storages = DTYPES[variant.dtype].itemsize, (variant.k_storage, variant.v_storage)
+    widened = itemsize == 2 and all(storage.dtype in _WIDENED for storage in storages)
+    prepared = widened or itemsize == 1
     return (
         variant.dtype in ("bf16", "fp16", "fp8_e4m3")
-        and (variant.is_softmax or itemsize == 2)
-        and all(s.dtype == variant.dtype and s.scale != "token" for s in (variant.k_storage, variant.v_storage))
-        and (maps_fit(variant.page_size) or itemsize == 2)
+        and (variant.is_softmax or not prepared)
+        and (widened or all(storage.dtype == variant.dtype for storage in storages))
+        and all(storage.scale != "token" for storage in storages)
+        and (maps_fit(variant.page_size) or not prepared)
         and (not variant.is_transformed or (_turns_queries_alone(variant) and itemsize == 2))
         and variant.value_source == "values"
         and not variant.head_dim_pe
@@ -50,7 +56,7 @@ def _serves_query_tiles(variant: Variant) -> bool:
         and not variant.score_reads_pairs
         and len(variant.score_loads) <= _LOADS
         and all(
-            2 * dim * itemsize > ROW_BYTES and dim <= 256 and dim * itemsize % _CHUNK == 0
+            2 * dim * itemsize > ROW_BYTES and dim <= 256 and dim * (1 if prepared else itemsize) % _CHUNK == 0
             for dim in (variant.head_dim_qk, variant.head_dim_vo)
         )
     )
@@ -135,9 +141,12 @@ def _query_tiles_bytes(plan: KernelPlan) -> int:
     tiles, variant = plan.tiles, plan.variant
     itemsize = DTYPES[variant.dtype].itemsize
     qk, vo = (in_pieces(dim, itemsize) * itemsize for dim in (variant.head_dim_qk, variant.head_dim_vo))
-    # Values of 8 bits lie there a second time, turned.
-    turned = in_pieces(tiles.kv, 1) * variant.head_dim_vo if itemsize == 1 else 0
-    rings = 4 if itemsize > 1 else 6
+    # Values of 8 bits lie there a second time, turned; stored numbers beside those that they are widened to.
+    again, rings = 0, 4
+    if plan.widens:
+        again, rings = tiles.kv * sum(in_pieces(dim, 1) for dim in (variant.head_dim_qk, variant.head_dim_vo)), 8
+    elif itemsize == 1:
+        again, rings = in_pieces(tiles.kv, 1) * variant.head_dim_vo, 6
     barriers = 8 * (2 * tiles.q_stages * tiles.q // _CONSUMER_ROWS + rings * tiles.num_stages + 2 * _ITEMS)
     # Up to four columns that keys read from memory, of two tiles, for each warpgroup.
     loads = {*variant.score_loads, *variant.mask_loads}
@@ -145,11 +154,11 @@ def _query_tiles_bytes(plan: KernelPlan) -> int:
     return (
         gathered
         + tiles.q_stages * tiles.q * qk
-        + tiles.num_stages * (tiles.kv * (qk + vo) + turned)
+        + tiles.num_stages * (tiles.kv * (qk + vo) + again)
         + barriers
         + _ITEMS * _ITEM
         + (2 * tiles.num_stages * _ORDER if plan.orders_copies else 0)
-        + 4 * tiles.num_stages
+        + 4 * tiles.num_stages * (2 if plan.widens else 1)
     )
 
 

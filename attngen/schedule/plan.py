@@ -58,10 +58,15 @@ class KernelPlan(KernelLaunch):
     def orders_copies(self) -> bool:
         """Whether two warps copy keys and values as they are told: rows, or parts of a tile that lie in pages of their own.
 
-        Values of 8 bits leave no warp for that: one thread starts all copies.
+        Stored numbers of 8 bits, which these warps turn or widen, leave no warp for that: one thread starts all copies.
         """
         in_parts = self.variant.kv_layout == "paged" and self.box_rows < self.tiles.kv
-        return in_parts and DTYPES[self.variant.dtype].itemsize > 1
+        return in_parts and DTYPES[self.variant.k_storage.dtype].itemsize > 1
+
+    @property
+    def widens(self) -> bool:
+        """Whether warps of a Hopper kernel make tiles of the queries' dtype of stored keys and values."""
+        return self.variant.k_storage.dtype != self.variant.dtype
 
     @property
     def warpgroup_registers(self) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ class Row:
         score_pairs: only where the score reads a parameter for each pair (``True``), or wherever (``False``): tiles of it are kept
             in shared memory as those of keys are.
         kv_bits: most bits of a stored number of keys and of values; 0 fits all.
+        widened: only where queries have more bits than stored numbers (``True``), only where not (``False``), or both (``None``).
         kv_block: only where so many numbers, of keys or of values, share a scale; 0 fits all.
 
     A row whose tiles come by tensor maps serves only kernels that can use them: of adjacent keys, or of pages that tiles divide,
@@ -64,6 +65,7 @@ class Row:
     dropout: bool = False
     score_pairs: bool = False
     kv_bits: int = 0
+    widened: bool | None = None
     kv_block: int = 0
 
 
@@ -180,19 +182,25 @@ PRODUCT_BYTES = 32  # of the terms that a product of Hopper's adds up: keys, whe
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
 # bytes in flight the same.
 CUDA = (
-    Row("prefill", 128, Tiles(192, 96, 16, 2, maps=True), kv_bits=8),
-    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8),
-    Row("prefill", 192, Tiles(128, 128, 12, 2, maps=True, in_turns=True), kv_bits=8),
-    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), kv_bits=8),
-    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), dropout=True),
-    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2), masked=True),
-    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True)),
-    Row("prefill", 128, Tiles(128, 176, 12, 2, maps=True, in_turns=True), masked=False, plain=True),
-    Row("prefill", 128, Tiles(192, 80, 16, 2, maps=True, in_turns=True), masked=True, windowed=False),
-    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True)),
-    Row("prefill", 192, Tiles(128, 112, 12, 2, maps=True, in_turns=True)),
-    Row("prefill", 256, Tiles(128, 80, 12, 2, maps=True), masked=False, plain=True),
-    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True)),
+    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8, widened=True),
+    Row("prefill", 128, Tiles(128, 112, 12, 2, maps=True, in_turns=True), kv_bits=8, widened=True),
+    Row("prefill", 128, Tiles(128, 64, 12, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8, widened=True),
+    Row("prefill", 192, Tiles(128, 64, 12, 2, maps=True, in_turns=True), kv_bits=8, widened=True),
+    Row("prefill", 256, Tiles(128, 48, 12, 2, maps=True), kv_bits=8, widened=True),
+    Row("prefill", 256, Tiles(128, 32, 12, 2, maps=True), kv_bits=8, widened=True),
+    Row("prefill", 128, Tiles(192, 96, 16, 2, maps=True), kv_bits=8, widened=False),
+    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8, widened=False),
+    Row("prefill", 192, Tiles(128, 128, 12, 2, maps=True, in_turns=True), kv_bits=8, widened=False),
+    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), kv_bits=8, widened=False),
+    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), dropout=True, widened=False),
+    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2), masked=True, widened=False),
+    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True), widened=False),
+    Row("prefill", 128, Tiles(128, 176, 12, 2, maps=True, in_turns=True), masked=False, plain=True, widened=False),
+    Row("prefill", 128, Tiles(192, 80, 16, 2, maps=True, in_turns=True), masked=True, windowed=False, widened=False),
+    Row("prefill", 128, Tiles(128, 128, 12, 2, maps=True, q_stages=2, in_turns=True), widened=False),
+    Row("prefill", 192, Tiles(128, 112, 12, 2, maps=True, in_turns=True), widened=False),
+    Row("prefill", 256, Tiles(128, 80, 12, 2, maps=True), masked=False, plain=True, widened=False),
+    Row("prefill", 256, Tiles(128, 64, 12, 2, maps=True), widened=False),
     Row("decode", 128, Tiles(8, 16, 4, 3, blocks=3), archs=("sm90a",), kv_block=16, group_size=5),
     Row("decode", 128, Tiles(4, 32, 4, 2, blocks=4), archs=("sm90a",), kv_bits=4, kv_block=16),
     Row("decode", 128, Tiles(4, 16, 4, 3, blocks=4), archs=("sm90a",), kv_block=16),
@@ -277,6 +285,7 @@ def fitting_tiles(
             and row.dropout <= (variant.dropout > 0)
             and row.score_pairs <= variant.score_reads_pairs
             and (not row.kv_bits or stored_bits <= row.kv_bits)
+            and row.widened in (None, DTYPES[variant.dtype].bits > stored_bits)
             and row.kv_block in (0, variant.k_storage.block, variant.v_storage.block)
             and may_run(row.tiles, backend, schedule, variant, target, mappable=mappable)
         )

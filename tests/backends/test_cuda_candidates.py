@@ -21,6 +21,7 @@ CASES: dict[str, tuple[ag.AttentionSpec, OpName]] = {
     "narrow": (ag.AttentionSpec(heads=ag.MHA(1, 64), mask=CAUSAL), "prefill"),
     "wide": (ag.AttentionSpec(heads=ag.MHA(1, 192), mask=CAUSAL, score_mods=(ag.ALiBi(),)), "prefill"),
     "fp8": (ag.AttentionSpec(heads=ONE, mask=CAUSAL, dtype="fp8_e4m3"), "prefill"),
+    "int8-prefill": (ag.AttentionSpec(heads=ONE, mask=CAUSAL, kv=ag.Contiguous(dtype="int8")), "prefill"),
     "paged": (ag.AttentionSpec(heads=ONE, mask=CAUSAL, kv=ag.Paged(page_size=16)), "prefill"),
     "documents": (ag.AttentionSpec(heads=ONE, mask=CAUSAL & ag.Document("ids")), "prefill"),
     "int4": (ag.AttentionSpec(heads=ag.GQA(4, 1, 128), mask=CAUSAL, kv=ag.Paged(16, dtype="int4")), "decode"),

@@ -29,6 +29,12 @@ SMALL_PAGES = {
     "rows-are-not-published": ("publish();\n        arrive_as_warp", "arrive_as_warp"),
     "nobody-ends-the-orders": ("if (order.item < 0) break;", ""),
 }
+STORED = {
+    "stored-keys-are-not-waited-for": ("wait_for(key_full + 8 * key_turn.stage, key_turn.parity);", ""),
+    "wide-keys-are-overwritten": ("wait_for(wide_key_empty + 8 * key_turn.stage, key_turn.parity ^ 1);", ""),
+    "wide-values-are-overwritten": ("wait_for(wide_value_empty + 8 * value_turn.stage, value_turn.parity ^ 1);", ""),
+    "wide-tiles-are-not-published": ("publish();\n        __syncwarp();", "__syncwarp();"),
+}
 BACKWARD = {
     "dscore-is-not-waited-for": ("wait_for(DSCORE_WRITTEN + 8 * before, (step - 1) / 2 & 1);", ""),
     "dscore-is-not-published": (
@@ -89,6 +95,13 @@ def test_faults_of_prefill_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_faults_of_prefill_over_small_pages_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _with_fault(monkeypatch, *SMALL_PAGES[name])
     assert _seen(declare((1, 1), (64, 64), mask=ag.Causal(), kv=ag.Paged(1)), "prefill", (300, 150, 700))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_faults_of_prefill_over_stored_numbers_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_fault(monkeypatch, *STORED[name])
+    spec = declare((1, 1), (64, 64), mask=ag.Causal(), kv=ag.Ragged(dtype="int8"))
+    assert _seen(spec, "prefill", (300, 150, 700))
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -67,6 +67,13 @@ SERVED = {
     "fp8": _spec(mask=CAUSAL, dtype="fp8_e4m3"),
     "fp8-unequal": _spec((192, 128), mask=CAUSAL, dtype="fp8_e4m3"),
     "fp8-wide": _spec((256, 256), dtype="fp8_e4m3", kv=ag.Ragged(scale="head"), score_mods=(CAP,)),
+    "e4m3": _spec(mask=CAUSAL, kv=ag.Contiguous(dtype="fp8_e4m3")),
+    "e5m2-full-fp16": _spec(kv=ag.Ragged(dtype="fp8_e5m2"), dtype="fp16"),
+    "int8-paged": _spec(mask=CAUSAL, kv=ag.Paged(16, dtype="int8")),
+    "int8-narrow": _spec((64, 64), mask=CAUSAL, kv=ag.Paged(64, dtype="int8")),
+    "e4m3-unequal": _spec((192, 128), mask=CAUSAL, kv=ag.Ragged(k_dtype="int8", v_dtype="fp8_e4m3")),
+    "e4m3-wide": _spec((256, 256), mask=CAUSAL, kv=ag.Ragged(dtype="fp8_e4m3", scale="head")),
+    "e4m3-documents": _spec(mask=ag.Document(doc_ids="ids") & CAUSAL, kv=ag.Paged(16, dtype="fp8_e4m3")),
     "paged-1": _spec(mask=CAUSAL, kv=ag.Paged(1)),
     "paged-3-full": _spec(kv=ag.Paged(3), dtype="fp16"),
     "paged-4-narrow": _spec((64, 64), mask=CAUSAL, kv=ag.Paged(4)),
@@ -86,7 +93,11 @@ SERVED = {
 ELSEWHERE = {
     "fp32": _spec(dtype="fp32"),
     "small pages of fp8": _spec(kv=ag.Paged(page_size=4), dtype="fp8_e4m3"),
-    "quantized": _spec(kv=ag.Contiguous(dtype="fp8_e4m3")),
+    "small pages of stored numbers": _spec(kv=ag.Paged(page_size=4, dtype="int8")),
+    "scales of tokens": _spec(kv=ag.Contiguous(dtype="int8", scale="token")),
+    "blocks": _spec(kv=ag.Contiguous(dtype="int4")),
+    "keys alone": _spec(kv=ag.Contiguous(k_dtype="int8", v_dtype="bf16")),
+    "stored-sigmoid": _spec(kv=ag.Contiguous(dtype="int8"), normalizer=ag.Sigmoid()),
     "fp8-sigmoid": _spec(dtype="fp8_e4m3", normalizer=ag.Sigmoid()),
     "rope": _spec(rope=ag.Rope()),
     "rope of keys in pages": _spec(rope=ag.Rope(), kv=ag.Paged(16)),
@@ -141,7 +152,9 @@ def test_constants_are_left_to_the_exponential_and_rows_to_their_end() -> None:
 def test_every_row_of_the_table_fits_a_multiprocessor(index: int) -> None:
     row = PREFILL[index]
     mask = ag.Document("ids") if row.masked is not False else ag.Full()
-    wide = _spec((row.head_dim, row.head_dim), mask=mask, dtype="fp8_e4m3" if row.kv_bits == 8 else "bf16")
+    dtype = "fp8_e4m3" if row.kv_bits == 8 and not row.widened else "bf16"
+    kv = ag.Contiguous(dtype="int8") if row.widened else ag.Contiguous()
+    wide = _spec((row.head_dim, row.head_dim), mask=mask, dtype=dtype, kv=kv)
     plan = replace(_forward(wide), tiles=row.tiles)
     assert launch_shape(plan)[1] <= SHARED
     assert row.tiles.maps
