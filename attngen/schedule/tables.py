@@ -182,7 +182,7 @@ PRODUCT_BYTES = 32  # of the terms that a product of Hopper's adds up: keys, whe
 # Rows of 8 are half a step of the matrix units, which take keys first. Fewer keys at a time where numbers have more bits keep the
 # bytes in flight the same.
 CUDA = (
-    Row("prefill", 64, Tiles(192, 128, 16, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8, widened=True),
+    Row("prefill", 128, Tiles(192, 80, 16, 2, maps=True, in_turns=True), kv_bits=8, widened=True),
     Row("prefill", 128, Tiles(128, 112, 12, 2, maps=True, in_turns=True), kv_bits=8, widened=True),
     Row("prefill", 128, Tiles(128, 64, 12, 2, maps=True, q_stages=2, in_turns=True), kv_bits=8, widened=True),
     Row("prefill", 192, Tiles(128, 64, 12, 2, maps=True, in_turns=True), kv_bits=8, widened=True),

@@ -88,7 +88,7 @@ def _with_fault(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> Non
 @pytest.mark.parametrize("name", PREFILL)
 def test_faults_of_prefill_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _with_fault(monkeypatch, *PREFILL[name])
-    assert _seen(declare((1, 1), (64, 64), mask=ag.Causal(), kv=ag.Ragged()), "prefill", (300, 150, 700))
+    assert _seen(declare((1, 1), (128, 128), mask=ag.Causal(), kv=ag.Ragged()), "prefill", (300, 150, 700))
 
 
 @pytest.mark.parametrize("name", SMALL_PAGES)
