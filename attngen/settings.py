@@ -41,6 +41,11 @@ class Settings:
     lock_timeout: float = 120.0
 
     @staticmethod
+    def validates(env: Mapping[str, str] = os.environ) -> bool:
+        """:attr:`validate` alone, which every call asks for."""
+        return _flag(env.get("ATTNGEN_VALIDATE"))
+
+    @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> Settings:
         """Read the settings that ``env`` holds now; nothing is memorized."""
         return Settings(
@@ -50,7 +55,7 @@ class Settings:
             debug=_integer(env.get("ATTNGEN_DEBUG")),
             require_cached=_flag(env.get("ATTNGEN_REQUIRE_CACHED")),
             override_dir=env.get("ATTNGEN_OVERRIDE_DIR") or None,
-            validate=_flag(env.get("ATTNGEN_VALIDATE")),
+            validate=Settings.validates(env),
             cxx=env.get("CXX") or None,
             ptxas=env.get("ATTNGEN_PTXAS") or None,
             lock_timeout=_seconds("ATTNGEN_LOCK_TIMEOUT", env.get("ATTNGEN_LOCK_TIMEOUT"), 120.0),

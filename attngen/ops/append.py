@@ -148,7 +148,7 @@ def run(op: KernelOp, new: Rows, slots: Slots, places: Places, params: Mapping[s
     """
     variant, device = op.signature, new.k.device
     tokens = _collect(variant, new, slots, places, params)
-    if device.type == "cpu" or Settings.from_env().validate:
+    if device.type == "cpu" or Settings.validates():
         _check_places(variant, tokens)
     if not new.k.numel() or not tokens.num_slots:
         return
@@ -205,7 +205,7 @@ def _reject_others(places: Places, allowed: set[str], *, by_slot: bool) -> None:
 
 def _requests(variant: Signature, slots: Slots, places: Places, device: torch.device) -> dict[str, Any]:
     """Where the slots of each request lie."""
-    read = device.type == "cpu" or Settings.from_env().validate
+    read = device.type == "cpu" or Settings.validates()
     if variant.kv_layout == "padded":
         return {"batch": slots.k.shape[0]}
     if variant.kv_layout == "ragged":

@@ -57,7 +57,7 @@ def collect_inputs(
 
 def reads(device: torch.device) -> bool:
     """Whether checks look at the values of index tensors, which on a GPU waits for the stream."""
-    return device.type == "cpu" or Settings.from_env().validate
+    return device.type == "cpu" or Settings.validates()
 
 
 def check_gate(variant: Signature, q: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -77,7 +77,7 @@ def unpack(
         ArgumentError: a tensor does not fit the storage that the spec declares.
     """
     q, pe = _queries(variant, q)
-    return q, *unpack_cache(variant, declared, q, k, v, replace(given, q_pe=pe))
+    return q, *unpack_cache(variant, declared, q, k, v, _changed(given, q_pe=pe))
 
 
 def unpack_cache(
@@ -98,7 +98,13 @@ def unpack_cache(
     keys, values = found.pop("k"), found.pop("v")
     assert keys is not None
     assert values is not None
-    return keys, values, replace(given, **found)
+    return keys, values, _changed(given, **found)
+
+
+def _changed(given: Extras, **found: torch.Tensor | None) -> Extras:
+    """``given`` with what is found; most calls find nothing new, and a copy takes longer than to see that."""
+    new = {name: x for name, x in found.items() if x is not getattr(given, name)}
+    return replace(given, **new) if new else given
 
 
 def _queries(variant: Signature, q: Query) -> tuple[torch.Tensor, torch.Tensor | None]:
