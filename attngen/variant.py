@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from attngen.dtypes import Storage, widened
+from attngen.dtypes import DTYPES, Storage, widened
 from attngen.errors import SpecError, UnsupportedError
 from attngen.ir.differentiate import differentiate
 from attngen.ir.expr import SCORE, TRUE, Const, Expr, K, Load, Q, coords
@@ -137,6 +137,16 @@ class Variant(Sizes):
         """Floating parameters of the score: those whose gradients are summed over pairs."""
         loaded = {load.param for load in self.score_loads}
         return tuple(p for p in self.params if p.name in loaded and p.expr_type == "f32")
+
+    @property
+    def stored_bits(self) -> int:
+        """Most bits of a stored number of keys and of values."""
+        return max(self.k_storage.row.bits, self.v_storage.row.bits)
+
+    @property
+    def widens(self) -> bool:
+        """Whether stored keys and values have fewer bits than queries."""
+        return self.stored_bits < DTYPES[self.dtype].bits
 
     @property
     def has_sink(self) -> bool:

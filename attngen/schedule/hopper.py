@@ -37,11 +37,11 @@ def _serves_query_tiles(variant: Variant) -> bool:
     values of 8 bits that are widened to it.
 
     What reads data of pairs waits for memory, which Triton's smaller tiles hide better; many numbers that all pairs read spill.
-    Narrower heads would leave half of shared memory empty. The warps that copy small pages
-    turn or widen stored numbers where these have 8 bits.
+    Narrower heads would leave half of shared memory empty. The warps that copy small pages turn or widen stored numbers where these
+    have 8 bits.
     """
     itemsize, storages = DTYPES[variant.dtype].itemsize, (variant.k_storage, variant.v_storage)
-    widened = itemsize == 2 and all(storage.dtype in _WIDENED for storage in storages)
+    widened = variant.widens and all(storage.dtype in _WIDENED for storage in storages)
     prepared = widened or itemsize == 1
     return (
         variant.dtype in ("bf16", "fp16", "fp8_e4m3")
@@ -143,7 +143,7 @@ def _query_tiles_bytes(plan: KernelPlan) -> int:
     qk, vo = (in_pieces(dim, itemsize) * itemsize for dim in (variant.head_dim_qk, variant.head_dim_vo))
     # Values of 8 bits lie there a second time, turned; stored numbers beside those that they are widened to.
     again, rings = 0, 4
-    if plan.widens:
+    if variant.widens:
         again, rings = tiles.kv * sum(in_pieces(dim, 1) for dim in (variant.head_dim_qk, variant.head_dim_vo)), 8
     elif itemsize == 1:
         again, rings = in_pieces(tiles.kv, 1) * variant.head_dim_vo, 6
@@ -158,7 +158,7 @@ def _query_tiles_bytes(plan: KernelPlan) -> int:
         + barriers
         + _ITEMS * _ITEM
         + (2 * tiles.num_stages * _ORDER if plan.orders_copies else 0)
-        + 4 * tiles.num_stages * (2 if plan.widens else 1)
+        + 4 * tiles.num_stages * (2 if variant.widens else 1)
     )
 
 

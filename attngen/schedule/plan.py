@@ -64,11 +64,6 @@ class KernelPlan(KernelLaunch):
         return in_parts and DTYPES[self.variant.k_storage.dtype].itemsize > 1
 
     @property
-    def widens(self) -> bool:
-        """Whether warps of a Hopper kernel make tiles of the queries' dtype of stored keys and values."""
-        return self.variant.k_storage.dtype != self.variant.dtype
-
-    @property
     def warpgroup_registers(self) -> tuple[int, ...]:
         """Of a thread of each warpgroup of one walk of backward: the one that loads, then those that multiply."""
         return one_walk.registers(self.variant, self.tiles)

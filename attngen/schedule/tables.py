@@ -263,8 +263,7 @@ def fitting_tiles(
     """
     table = {"cpp": CPP, "cuda": CUDA}.get(backend) or (INTERPRET if target.kind == "interpret" else TRITON)
     head_dim = max(padded(variant.head_dim_main, backend), padded(variant.head_dim_vo, backend))
-    stored_bits = max(variant.k_storage.row.bits, variant.v_storage.row.bits)
-    itemsize = max(DTYPES[variant.compute_dtype].itemsize, stored_bits // 8)
+    itemsize = max(DTYPES[variant.compute_dtype].itemsize, variant.stored_bits // 8)
     fits = tuple(
         row.tiles
         for row in table
@@ -284,8 +283,8 @@ def fitting_tiles(
             and row.transformed <= variant.is_transformed
             and row.dropout <= (variant.dropout > 0)
             and row.score_pairs <= variant.score_reads_pairs
-            and (not row.kv_bits or stored_bits <= row.kv_bits)
-            and row.widened in (None, DTYPES[variant.dtype].bits > stored_bits)
+            and (not row.kv_bits or variant.stored_bits <= row.kv_bits)
+            and row.widened in (None, variant.widens)
             and row.kv_block in (0, variant.k_storage.block, variant.v_storage.block)
             and may_run(row.tiles, backend, schedule, variant, target, mappable=mappable)
         )

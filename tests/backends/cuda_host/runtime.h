@@ -133,8 +133,9 @@ inline void ptx_stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t to, uint
 }
 inline void ptx_st_shared_u16(uint32_t to, uint16_t x) { machine::write_shared(to, x); }
 inline void ptx_ld_shared_v4_b32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t from) {
-  const char* const at = machine::shared_at(from, 16);
-  for (uint32_t* word : {&a, &b, &c, &d}) std::memcpy(word, at + 4 * (word == &b) + 8 * (word == &c) + 12 * (word == &d), 4);
+  uint32_t words[4];
+  std::memcpy(words, machine::shared_at(from, 16), 16);
+  a = words[0], b = words[1], c = words[2], d = words[3];
 }
 inline void ptx_ld_shared_u16(uint16_t& r, uint32_t from) { std::memcpy(&r, machine::shared_at(from, 2), 2); }
 inline void ptx_st_shared_f32(uint32_t to, float x) { machine::write_shared(to, x); }
